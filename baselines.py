@@ -102,10 +102,11 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
     local: f_i + <lambda_i, theta - omega> + gamma/2 ||theta - omega||^2;   lambda_i += a gamma D_i (cohort only)
     omega += d/N sum_S D_i + mean_N h_i
-    auto: d = 1/p, unbiased under client sampling; a = 1/(gamma kappa), gamma kappa = 1 - (1 - eta_0 gamma)^K_i, which
-    takes the memory where an exact local solve with a = 1 would (1 if gamma is 0). The FedSSG paper states gamma 0.1,
-    a 7, d 10: with a 7 the memory overshoots, see the README. The released FedSSG program's FedVRA is FedDyn by
-    accident (its extra term has no gradient); this one is the published method.
+    auto: d = 1/p, unbiased under client sampling; a = min(1/(gamma kappa), 1/p), gamma kappa = 1 - (1 - eta_0 gamma)^K_i:
+    K_i steps then change the memory as a = 1 would after an exact local solve on a flat loss; the cap keeps the clients'
+    common direction stable when many take part (at p = 1 this is FedDyn). a = 1 if gamma is 0. The FedSSG paper states
+    gamma 0.1, a 7, d 10: with a 7 the memory overshoots, see the README. The released FedSSG program's FedVRA is FedDyn
+    by accident (its extra term has no gradient); this one is the published method.
     """
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))
@@ -113,7 +114,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
     if dual_step != "auto":
         a_i = a_i * dual_step
     elif gamma > 0:
-        a_i = 1 / (1 - (1 - r.lr0 * gamma) ** r.K_i)
+        a_i = (1 / (1 - (1 - r.lr0 * gamma) ** r.K_i)).clamp(max=1 / r.p)
     d = 1 / r.p if server_step == "auto" else server_step
     theta_i = train(torch.full_like(r.n_i, gamma), gamma * (h_i[r.i] - omega))  # (m, d)
     D_i = theta_i - omega
@@ -125,7 +126,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
 
 def disco_weights(r: Round, a: float, b: float) -> Tensor:
-    """FedDisco's weights before they are normalised, (m,): relu(n_i/sum_S n - a kl_i + b), or n_i/sum_S n if all are 0.
+    """FedDisco's weights, (m,), of sum 1 over the cohort: relu(n_i/sum_S n - a kl_i + b), or n_i/sum_S n if all are 0.
 
     kl_i = KL(label distribution of i || uniform), divided by its sum over the cohort (0 if that is 0).
     """
@@ -135,7 +136,7 @@ def disco_weights(r: Round, a: float, b: float) -> Tensor:
     kl_i = kl_i / torch.where(sum_kl > 0, sum_kl, torch.ones_like(sum_kl))
     disco_i = torch.relu(r.n_i / sum_n - a * kl_i + b)
     sum_disco, = total(disco_i)
-    return torch.where(sum_disco > 0, disco_i, r.n_i / sum_n)
+    return torch.where(sum_disco > 0, disco_i / sum_disco, r.n_i / sum_n)
 
 
 def feddisco(s: State, r: Round, train: Train, *, alpha: float = 0.01, disco_a: float = 0.5, disco_b: float = 0.1,
@@ -153,10 +154,10 @@ def feddisco(s: State, r: Round, train: Train, *, alpha: float = 0.01, disco_a: 
     D_i = theta_i - omega
     if base == "feddyn":
         h_i[r.i] += D_i
-    sum_D, sum_wD, sum_w, sum_norm = total(D_i, disco_i[:, None] * D_i, disco_i, h_i[r.i].norm(dim=1))
+    sum_D, sum_wD, sum_norm = total(D_i, disco_i[:, None] * D_i, h_i[r.i].norm(dim=1))
     if base == "feddyn":
         h += sum_D / r.N
-    omega += sum_wD / sum_w + h
+    omega += sum_wD + h
     return {"h_norm": sum_norm / r.m}
 
 

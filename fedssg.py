@@ -15,13 +15,15 @@ client loop it needs. Equation numbers count through the paper and its appendice
     theta_i      theta_i           (m, d)    what client i returns
     Delta_i      D_i               (m, d)    theta_i - omega
     h_i          s["h_i"]          (rows, d) drift memory; s["h"] (d,) is its mean over all N clients
-    c_i, c       s["c_i"], s["c"]  (rows, d) control variates (SCAFFOLD's) and their mean over all N clients
-    c_i^{1:t}    s["count_i"]      (rows,)   how often i was sampled, this round included
+    -            s["c_i"], s["c"]  (rows, d) control variates, kept as SCAFFOLD does but fed with gated steps; their mean_N
+    c_i^{1:t}    s["count_i"]      (rows,)   how often i was sampled, this round included; Algorithm 1's c_i
     phi, xi      phi_i             (m,)      the gate
     n_i          r.n_i, r.size_i   (m,)      sample count, and that divided by the mean over all N clients
-    alpha, beta  alpha, beta                 strength of the alignment, offset of the gate
+    alpha, beta  alpha, beta                 strength of the alignment, Eq. (19); offset of the gate, Algorithm 1.
+                                             The alpha of Eq. (6) is gate_scale
 
-A name that ends in _i has one row per client; one that does not is the server's. A client minimises, by SGD,
+In shapes, m counts the cohort's members that this process trains, rows the clients it keeps. A name that ends in _i
+has one row per client; one that does not is the server's. A client minimises, by SGD, Eq. (18),
 
     f_i(theta) + (rho_i / 2) ||theta||^2 + <b_i, theta>        so its gradient is  grad f_i + rho_i theta + b_i
 
@@ -71,7 +73,7 @@ def gate(count_i: Tensor, r: "Round", *, ratio: str = "horizon", shape: str = "i
         ratio_i = torch.sigmoid(ratio_i)
     elif shape != "identity":
         raise ValueError(f"gate shape {shape!r}: use identity, clip or logistic")
-    return scale * ratio_i + beta                                               # Eq. (6); beta is Algorithm 1's
+    return scale * ratio_i + beta                                               # Eq. (6), alpha there; Algorithm 1's beta
 
 
 def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
@@ -95,17 +97,14 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)   # (m,)
     alpha_i = alpha / r.size_i                                                  # (m,)
 
-    # alignment, gradients of Eqs. (9) and (10) / P_i, Eq. (19); the released program gates the memory only
+    # alignment: prox is Eqs. (8), (9), gated; inner is P_i, Eq. (19), not gated (Eq. (10) in (8) would be)
+    rho_i, b_i = torch.zeros_like(phi_i), torch.zeros_like(h_i[r.i])            # (m,), (m, d)
     if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
-        rho_i = alpha_i * phi_i                                                 # (m,)
-        b_i = rho_i[:, None] * (h_i[r.i] - omega)                               # (m, d)
+        rho_i = alpha_i * phi_i
+        b_i = rho_i[:, None] * (h_i[r.i] - omega)
     elif alignment == "inner":      # alpha_i <theta - (omega - h_i), h_i>
-        rho_i = torch.zeros_like(phi_i)
         b_i = alpha_i[:, None] * h_i[r.i]
-    elif alignment == "none":
-        rho_i = torch.zeros_like(phi_i)
-        b_i = torch.zeros_like(h_i[r.i])
-    else:
+    elif alignment != "none":
         raise ValueError(f"alignment {alignment!r}: use inner, prox or none")
 
     # gradient correction
@@ -133,7 +132,8 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
         c += sum_dc[0] / r.N                                                    # c = mean_N c_i
     h += sum_gated / r.N                                                        # h = mean_N h_i
     step = sum_D / r.m + h                                                      # (d,)
-    omega += step                   # mean_S theta_i + mean_N h_i; Algorithm 1's sum over S_t divides by N: read so
+    omega += step                   # mean_S theta_i + mean_N h_i, as released. Algorithm 1 prints (1/N) sum_S (theta_i + h_i),
+    #                                 which scales the model by p each round; Eq. (28) has mean_S (theta_i + h_i)
     if correction == "last":
         D_last_i[r.i] = D_i
         D_last.copy_(step)
@@ -156,7 +156,7 @@ class Round:
     p: float
     lr: float
     lr0: float
-    rows: int           # client rows that this process keeps
+    num_rows: int       # clients that this process keeps rows of
     i: Tensor           # (m,) int64: which of them are in the cohort
     K_i: Tensor         # (m,)
     n_i: Tensor         # (m,)
@@ -165,9 +165,9 @@ class Round:
 
 
 def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor:
-    """The per-client rows s[name], (r.rows, *shape), shape (d,) if not given; zeros when first asked for."""
+    """The per-client rows s[name], (r.num_rows, *shape), shape (d,) if not given; zeros when first asked for."""
     if name not in s:
-        s[name] = s["omega"].new_zeros((r.rows, *(s["omega"].shape if shape is None else shape)))
+        s[name] = s["omega"].new_zeros((r.num_rows, *(s["omega"].shape if shape is None else shape)))
     return s[name]
 
 
@@ -186,50 +186,50 @@ def total(*x_i: Tensor) -> list[Tensor]:
 def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
     """The model's parameters as one vector (d,), and loss(theta, x, y, w): the cross-entropies summed with weights w.
 
-    loss.logits(theta, x) is the model itself; loss.private() a twin of loss for one thread. The caller's model is
-    never touched. Raises ValueError if it has buffers (batch norm's running statistics): they are no part of theta.
+    loss.logits(theta, x) is the model itself. loss.private(theta, g) is loss(theta, ...) for one thread: a function of
+    (x, y, w) whose backward() adds the gradient to g (d,). The caller's model is never touched.
+    Raises ValueError if it has buffers (batch norm's running statistics): they are no part of theta.
     """
     if next(model.buffers(), None) is not None:
         raise ValueError("the model has buffers (batch norm?): no method here says how clients share running statistics; "
                          "use group norm, or no norm")
-    parameters = dict(model.named_parameters())
-    shapes, sizes = [p.shape for p in parameters.values()], [p.numel() for p in parameters.values()]
-    number = {id(p): j for j, p in enumerate(parameters.values())}
-    places = [(path, name, number[id(p)]) for path, module in model.named_modules() for name, p in module._parameters.items()
-              if p is not None]
+    named = dict(model.named_parameters())
+    shapes, sizes = [p.shape for p in named.values()], [p.numel() for p in named.values()]
 
     def parts(theta):
         return [part.view(shape) for part, shape in zip(theta.split(sizes), shapes)]
 
-    def cross_entropy(logits):
-        def loss(theta: Tensor, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-            return (F.cross_entropy(logits(theta, x), y, reduction="none") * w).sum()
-        loss.logits = logits
-        return loss
+    def logits(theta, x):
+        return torch.func.functional_call(model, dict(zip(named, parts(theta))), (x,))
 
-    def swapped(theta, x):
-        return torch.func.functional_call(model, dict(zip(parameters, parts(theta))), (x,))
+    def loss(theta, x, y, w):
+        return (F.cross_entropy(logits(theta, x), y, reduction="none") * w).sum()
 
+    loss.logits = logits
+    loss.private = _private_loss(model, parts)
+    return torch.cat([p.detach().reshape(-1) for p in named.values()]), loss
+
+
+def _private_loss(model, parts):
+    """loss.private of `flatten`. functional_call swaps the parameters of the one module there is, for one thread at a
+    time and in every call; a loop over clients is better off with a module for each client, whose parameters lie in its
+    theta and their gradients in its g.
+    """
+    position = {id(p): j for j, p in enumerate(model.parameters())}            # tied parameters have one
+    slots = [(path, name, position[id(p)]) for path, module in model.named_modules()
+             for name, p in module._parameters.items() if p is not None]
     bare = copy.deepcopy(model)
-    for path, name, _ in places:
+    for path, name, _ in slots:
         delattr(bare.get_submodule(path), name)
 
-    def private():
-        # functional_call swaps the parameters of the one module there is, for one thread at a time, in 0.2 ms.
-        # A loop over clients is better off with a module for each thread, whose parameters are simply set.
-        own = copy.deepcopy(bare)
-        slots = [(own.get_submodule(path), name, j) for path, name, j in places]
-
-        def set_and_call(theta, x):
-            tensors = parts(theta)
-            for module, name, j in slots:
-                setattr(module, name, tensors[j])
-            return own(x)
-        return cross_entropy(set_and_call)
-
-    loss = cross_entropy(swapped)
-    loss.private = private
-    return torch.cat([p.detach().reshape(-1) for p in parameters.values()]), loss
+    def private(theta, g):
+        own, tensors = copy.deepcopy(bare), [part.detach().requires_grad_() for part in parts(theta)]
+        for tensor, part in zip(tensors, parts(g)):
+            tensor.grad = part
+        for path, name, j in slots:
+            setattr(own.get_submodule(path), name, tensors[j])
+        return lambda x, y, w: (F.cross_entropy(own(x), y, reduction="none") * w).sum()
+    return private
 
 
 def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, Y: Tensor, idx: Tensor, w: Tensor,
@@ -257,13 +257,14 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
         raise ValueError(f"mode {mode!r}: use loop, vmap or auto")
     m = idx.shape[1]
     if m == 0:
-        return b, rho                                                           # both are empty
+        return torch.empty_like(b), torch.empty_like(rho)
     filled = w.sum(dim=2)                                                       # (K, m)  samples in a batch
     w = w / filled.clamp(min=1)[:, :, None]                                     # so that a batch's loss is its mean
 
     def batch(k, j):
-        x = X[idx[k, j]]
-        return x if augment is None else augment(x, draws[k, j]), Y[idx[k, j]], w[k, j]
+        i = idx[k, j]
+        x = X.index_select(0, i.flatten()).view(*i.shape, *X.shape[1:])         # on a CPU half the time of X[i]
+        return x if augment is None else augment(x, draws[k, j]), Y[i], w[k, j]
 
     if mode == "loop":
         steps, rho = (filled > 0).sum(dim=0).tolist(), rho.tolist()
@@ -274,10 +275,11 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
             theta_i, loss_i = zip(*pool.map(client, range(m)))
         return torch.stack(theta_i), torch.stack(loss_i)
 
-    step, theta_i, loss_i = _compiled_step() if compiled else _step, [], []
+    step, chunk = _compiled_step() if compiled else _step, chunk or m
+    theta_i, loss_i = [], []
     lr = omega.new_tensor(lr)                                                   # a number would be compiled in
-    for start in range(0, m, chunk or m):
-        j = slice(start, min(m, start + (chunk or m)))
+    for start in range(0, m, chunk):
+        j = slice(start, min(m, start + chunk))
         x, y, w_j = batch(slice(None), j)                                       # (K, m, B, ...)
         theta, losses = omega.repeat(len(rho[j]), 1), torch.zeros_like(rho[j])  # (m, d), (m,)
         for k in range(len(idx)):
@@ -292,19 +294,19 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
 
 def _one_client(loss, omega, rho, b, batch, steps, lr, weight_decay, clip):
     """`loop`: the steps of one client, in place on one vector."""
-    loss = getattr(loss, "private", lambda: loss)()
-    theta = omega.clone()                                                       # (d,)
-    leaf = theta.detach().requires_grad_()      # the same memory, seen by autograd
+    theta, g = omega.clone(), torch.empty_like(omega)                           # (d,), (d,)
+    if hasattr(loss, "private"):
+        loss_here = loss.private(theta, g)
+    else:
+        leaf = theta.detach().requires_grad_()      # the same memory, seen by autograd
+        leaf.grad = g
+        loss_here = functools.partial(loss, leaf)
     losses = omega.new_zeros(())
-    affine = bool(b.any())                      # FedAvg: no pass over memory to add zeros
     for k in range(steps):
-        value = loss(leaf, *batch(k))
-        g, = torch.autograd.grad(value, leaf)                                   # (d,)
+        torch.add(b, theta, alpha=rho, out=g)       # the affine term; backward() adds the gradient of f_i to it
+        value = loss_here(*batch(k))
+        value.backward()
         losses += value.detach()
-        if rho:
-            g.add_(theta, alpha=rho)
-        if affine:
-            g.add_(b)
         norm = float(g.norm())
         scale = clip / norm if norm > clip else 1.0
         theta.mul_(1 - lr * weight_decay).sub_(g, alpha=lr * scale)

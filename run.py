@@ -37,9 +37,9 @@ PRESETS = {
                   alpha={"fedssg": {100: (0.03, 0.05, 0.04)}, "feddc": {100: 0.1}}),
     "emnist": dict(model="fcn", hidden=[100], participation=0.15, rounds={100: 300, 500: 600}, target_acc=93.0,
                    alpha={"fedssg": {100: (0.05, 0.06, 0.06), 500: (0.7, 0.6, 0.6)}, "feddc": {100: 0.1, 500: 0.2}}),
-    "cifar10": dict(model="cnn", hidden=[], participation=0.1, rounds={100: 1000, 500: 1500}, target_acc=80.0,
+    "cifar10": dict(model="cnn", hidden=[200, 200], participation=0.1, rounds={100: 1000, 500: 1500}, target_acc=80.0,
                     alpha={"fedssg": {100: 0.05, 500: 0.2}, "feddc": {100: 0.01, 500: 0.05}}),
-    "cifar100": dict(model="cnn", hidden=[], participation=0.1, rounds={100: 1000, 500: 1500}, target_acc=42.0,
+    "cifar100": dict(model="cnn", hidden=[200, 200], participation=0.1, rounds={100: 1000, 500: 1500}, target_acc=42.0,
                      alpha={"fedssg": {100: 0.02, 500: 0.2}, "feddc": {100: 0.01, 500: 0.05}}),
 }
 WEIGHT_DECAY = {"fedprox": 1e-5}        # the paper's; every other method 1e-3
@@ -50,6 +50,8 @@ VECTORS = {"fedavg": (0, 1, 1), "fedprox": (0, 1, 1), "scaffold": (1, 2, 2), "fe
 # Flags that change no number of a run: they are no part of what makes it this run and not another.
 NOT_SETTINGS = {"algo", "seed", "seeds", "data_dir", "device", "state_device", "mode", "chunk", "no_compile", "out", "resume",
                 "stop_after", "stop_at_target", "target_acc", "checkpoint_every", "show_split"}
+COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "seconds")     # of log.csv
+LOCKS, INTERRUPTED = [], []             # lock files held open; signals that have come in
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------
@@ -69,6 +71,10 @@ def number(kind, low, high=10 ** 9, low_open=False):
     return parse
 
 
+def number_or_auto(text):
+    return text if text == "auto" else number(float, 0)(text)
+
+
 def hyper_parameters(algo):
     """The method's keyword parameters, by inspection: {name: inspect.Parameter}."""
     return {name: p for name, p in inspect.signature(ALGORITHMS[algo]).parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -85,10 +91,7 @@ def add_hyper_flags(parser):
         default = ", ".join(f"{algo} {p.default}" for algo, p in users)
         options = dict(choices=get_args(annotation)) if get_origin(annotation) is Literal else {}
         if not options:
-            low = -10 ** 9 if name.startswith("disco") else 0
-            value = number(float, low)
-            options = dict(type=(lambda text, value=value: text if text == "auto" else value(text))
-                           if users[0][1].default == "auto" else value, metavar=name.upper())
+            options = dict(type=number_or_auto if users[0][1].default == "auto" else number(float, 0), metavar=name.upper())
         preset = "; alpha also by data set" if name == "alpha" else ""
         group.add_argument(flag(name), default=argparse.SUPPRESS, help=f"default: {default}{preset}", **options)
 
@@ -146,6 +149,7 @@ def parse(argv):
     add("--show-split", action="store_true", help="print each client's label counts")
     add_hyper_flags(parser)
 
+    # `-` and `_` both work in the name of a flag
     argv = [token.replace("_", "-", token.split("=")[0].count("_")) if token.startswith("--") else token for token in argv]
     args = parser.parse_args(argv)
     args.algo = list(ALGORITHMS) if "all" in args.algo else list(dict.fromkeys(args.algo))
@@ -153,8 +157,8 @@ def parse(argv):
     if args.dataset not in data.DATASETS and not args.dataset.endswith(".npz"):
         stop(2, f"--dataset {args.dataset}: use one of {', '.join(data.DATASETS)}, or a file that ends in .npz")
     every_hyper = {name for algo in ALGORITHMS for name in hyper_parameters(algo)}
-    args.hyper = {name: vars(args).pop(name) for name in every_hyper if name in vars(args)}
-    for name in args.hyper:
+    args.given = {name: vars(args).pop(name) for name in every_hyper if name in vars(args)}
+    for name in args.given:
         if not any(name in hyper_parameters(algo) for algo in args.algo):
             owners = ", ".join(algo for algo in ALGORITHMS if name in hyper_parameters(algo))
             stop(2, f"{flag(name)}: none of {', '.join(args.algo)} has it; it belongs to {owners}")
@@ -163,6 +167,8 @@ def parse(argv):
     if args.unbalanced_sigma and args.partition not in ("iid", "dirichlet"):
         stop(2, f"--unbalanced-sigma: not with --partition {args.partition}; use iid or dirichlet")
     preset = PRESETS.get(args.dataset, PRESETS["mnist"])
+    if "hidden" in vars(args) and getattr(args, "model", preset["model"]) != "fcn":
+        stop(2, f"--hidden: belongs to --model fcn, not to {getattr(args, 'model', preset['model'])}")
     for name in ("model", "hidden", "participation", "target_acc"):
         vars(args).setdefault(name, preset[name])
     vars(args).setdefault("rounds", nearest(preset["rounds"], args.num_clients))
@@ -188,7 +194,7 @@ def hyper_for(algo, args):
         hyper["alpha"] = alpha
     if algo == "fedssg":
         hyper.update(FORMS[args.form])
-    hyper.update({name: value for name, value in args.hyper.items() if name in known})
+    hyper.update({name: value for name, value in args.given.items() if name in known})
     return hyper
 
 
@@ -199,6 +205,8 @@ def settings_for(algo, seed, args):
     settings.setdefault("weight_decay", WEIGHT_DECAY.get(algo, 1e-3))
     if algo != "fedssg":
         settings.pop("form")
+    if settings["model"] != "fcn":
+        settings.pop("hidden")
     return settings
 
 
@@ -219,19 +227,20 @@ def run_folder(settings, args):
 
 
 def cuda_or_cpu(args, local_rank):
-    if args.device == "auto":
-        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(args.device)
+        device = torch.device(name)
     except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         stop(2, f"--device {args.device}: use auto, cpu, cuda or cuda:K")
     if device.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device.index is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            stop(2, f"--device {args.device}: each of several processes needs a device of its own; use cuda")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         if device.index >= found:
-            stop(2, f"--device {args.device}: this machine has {found} CUDA devices; use cpu or auto")
+            stop(2, f"--device {args.device}: {device} is needed, this machine has {found} CUDA devices; use cpu, or fewer processes")
     return device
 
 
@@ -256,7 +265,7 @@ def simulate(settings, args, dataset, device):
     rank, W = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     algo, seed, T = settings["algo"], settings["seed"], settings["rounds"]
     clients = split(Y.cpu().numpy(), classes, settings)
-    model = models.build(settings["model"], X.shape[1:], classes, settings["hidden"],
+    model = models.build(settings["model"], X.shape[1:], classes, settings.get("hidden", ()),
                          int(data.rng(seed, "model").integers(2 ** 63)))
     omega, loss = flatten(model)
     s = {"omega": omega.to(device)}
@@ -352,7 +361,7 @@ def plan_round(settings, clients, t, rank, W, device, dtype):
         t=t, T=settings["rounds"], N=N, m=len(cohort),
         p=settings["participation"] if settings["sampling"] == "bernoulli" else len(cohort) / N,
         lr=settings["lr"] * settings["lr_decay"] ** (t - 1), lr0=settings["lr"],
-        rows=len(range(rank, N, W)), i=tensor(mine // W, torch.int64), K_i=tensor(K_i), n_i=tensor(n[mine]),
+        num_rows=len(range(rank, N, W)), i=tensor(mine // W, torch.int64), K_i=tensor(K_i), n_i=tensor(n[mine]),
         size_i=tensor(n[mine] / n.mean()), labels_i=tensor(clients["labels"][mine])), batches
 
 
@@ -360,10 +369,10 @@ def with_rows_on_host(method, s, r, train, hyper, device):
     """A round with s's rows in host memory: the method sees the cohort's, on the device, as if they were all."""
     i = r.i.cpu()
     there = {name: x[i].to(device) if name.endswith("_i") else x for name, x in s.items()}
-    out = method(there, dataclasses.replace(r, rows=len(i), i=torch.arange(len(i), device=device)), train, **hyper)
+    out = method(there, dataclasses.replace(r, num_rows=len(i), i=torch.arange(len(i), device=device)), train, **hyper)
     for name, x in there.items():
         if name.endswith("_i"):
-            s.setdefault(name, torch.zeros(r.rows, *x.shape[1:], dtype=x.dtype))[i] = x.cpu()
+            s.setdefault(name, torch.zeros(r.num_rows, *x.shape[1:], dtype=x.dtype))[i] = x.cpu()
         else:
             s[name] = x
     return out
@@ -397,9 +406,6 @@ def summarise(log, target):
 
 
 # ---- the run's folder -----------------------------------------------------------------------------------------
-
-COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "seconds")
-
 
 def open_run(folder, settings, args, device):
     """Claim the folder of a run. Returns (log so far, summary or None if there is something left to do).
@@ -449,9 +455,6 @@ def lock(folder):
         fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         stop(2, f"{folder}: another process is running in it")
-
-
-LOCKS, INTERRUPTED = [], []     # open lock files; signals that have come in
 
 
 def write(path, save):
@@ -567,7 +570,7 @@ def announce(algo, seed, settings, omega, n, args, device, rank):
     bytes_of_d = omega.numel() * omega.element_size()
     kept, down, up = VECTORS.get(settings["hyper"].get("correction", algo), (0, 1, 1))
     rows = kept * len(n) * bytes_of_d
-    room = (torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" and args.state_device == "auto"
+    room = (math.inf if device.type == "cpu" and not hasattr(os, "sysconf") else torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" and args.state_device == "auto"
             else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if rows > room:
         stop(2, f"--num-clients {len(n)}: {algo}'s rows take {rows / 1e9:.1f} GB, there are {room / 1e9:.1f} GB; use fewer clients"
@@ -648,7 +651,8 @@ def main(argv=None):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
         if local_rank > 0:      # the first process of a machine may have to download
             dist.barrier()
@@ -657,8 +661,8 @@ def main(argv=None):
             dist.barrier()
     except (ValueError, OSError) as error:
         stop(1, f"--dataset {args.dataset}: {error}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
     results = {}
     try:
         for algo in args.algo:
@@ -677,10 +681,10 @@ def main(argv=None):
         dist.destroy_process_group()
 
 
-def interrupt(number, frame):
+def interrupt(signum, frame):
     """Ctrl-C or SIGTERM: end at the end of the round; a second one ends at once."""
-    INTERRUPTED.append(number)
-    signal.signal(number, signal.SIG_DFL)
+    INTERRUPTED.append(signum)
+    signal.signal(signum, signal.SIG_DFL)
 
 
 def share(content):

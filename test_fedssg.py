@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -50,7 +51,7 @@ def make_round(i, n=(1, 1, 1, 1), labels=None, t=1, T=10, K=2, lr=0.1, lr0=None,
     """The Round of the cohort i among len(n) clients of n[j] samples. K: steps, one number or one per member."""
     i, n = torch.as_tensor(i), torch.tensor(n, dtype=dtype)
     labels = torch.ones(len(n), 2) if labels is None else torch.as_tensor(labels)
-    return Round(t=t, T=T, N=len(n), m=len(i), p=len(i) / len(n), lr=lr, lr0=lr if lr0 is None else lr0, rows=len(n),
+    return Round(t=t, T=T, N=len(n), m=len(i), p=len(i) / len(n), lr=lr, lr0=lr if lr0 is None else lr0, num_rows=len(n),
                  i=i, K_i=torch.as_tensor(K, dtype=dtype).expand(len(i)), n_i=n[i], size_i=n[i] / n.mean(),
                  labels_i=labels[i].to(dtype))
 
@@ -569,11 +570,15 @@ def test_control_variate_is_the_mean_gradient_seen(method, N, m):
 
 # ---- FedDisco's weights ----
 
+def shares(*weights):
+    return np.array(weights) / sum(weights)
+
+
 def test_disco_weights_by_hand():
     """kl = 0, ln 2, ln 2 - entropy(3/4, 1/4), or 0, 0.841, 0.159 of their sum; n_i/sum n = 1/4, 1/4, 1/2."""
     r = make_round([0, 1, 2], n=[20, 20, 40], labels=[[10, 10], [20, 0], [30, 10]])
-    assert close(disco_weights(r, 0.2, 0.1), [0.35, 0.35 - 0.2 * 0.84124, 0.6 - 0.2 * 0.15876], 1e-6)
-    assert close(disco_weights(r, 0.9, 0.0), [0.25, 0, 0.5 - 0.9 * 0.15876], 1e-6)         # the skewed one is clipped
+    assert close(disco_weights(r, 0.2, 0.1), shares(0.35, 0.35 - 0.2 * 0.84124, 0.6 - 0.2 * 0.15876), 1e-6)
+    assert close(disco_weights(r, 0.9, 0.0), shares(0.25, 0, 0.5 - 0.9 * 0.15876), 1e-6)       # the skewed one is clipped
     assert close(disco_weights(r, 0.5, -2.0), [0.25, 0.25, 0.5])                            # all are: sample counts
     same = make_round([0, 1, 2], n=[20, 20, 40], labels=[[10, 10], [10, 10], [20, 20]])
     assert close(disco_weights(same, 0.5, 0.0), [0.25, 0.25, 0.5])                          # nobody is skewed
@@ -586,13 +591,13 @@ def test_disco_weights_for_any_number_of_classes(classes):
     labels[0, 3 % classes], labels[1, ::2], labels[2], labels[3] = classes, 2, 1, 1
     kl = np.array([math.log(classes), math.log(2), 0, 0])
     r = make_round([0, 1, 2, 3], n=[classes] * 4, labels=labels)
-    assert close(disco_weights(r, 0.1, 0.2), 0.25 - 0.1 * kl / kl.sum() + 0.2)
+    assert close(disco_weights(r, 0.1, 0.2), shares(*(0.25 - 0.1 * kl / kl.sum() + 0.2)))
 
 
 # ---- convergence on the quadratic ----
 
 @pytest.mark.parametrize("method, hyper", [
-    (scaffold, {}), (feddyn, dict(alpha=0.5)), (feddc, dict(alpha=0.2)), (fedvra, dict(gamma=2.0)),
+    (scaffold, {}), (feddyn, dict(alpha=0.5)), (feddc, dict(alpha=0.2)), (fedvra, {}),
     (fedvra, dict(gamma=0.3, dual_step=1.0)), (feddisco, dict(alpha=0.5)), (fedssg, {}), (fedssg, dict(alpha=0.0)),
     (fedssg, dict(gate_ratio="off", beta=0.0)), (fedssg, {**FORMS["main"], "gate_shape": "clip"}),
     (fedssg, {**FORMS["main"], "alpha": 0.05, "gate_shape": "clip"}),
@@ -691,7 +696,7 @@ def test_fedssg_alone_in_an_empty_folder(tmp_path):
         import torch, fedssg
         target = torch.tensor([[1., 2], [3, 4]])
         ones = torch.ones(2)
-        r = fedssg.Round(t=1, T=4, N=2, m=2, p=1.0, lr=0.5, lr0=0.5, rows=2, i=torch.arange(2), K_i=ones, n_i=ones,
+        r = fedssg.Round(t=1, T=4, N=2, m=2, p=1.0, lr=0.5, lr0=0.5, num_rows=2, i=torch.arange(2), K_i=ones, n_i=ones,
                          size_i=ones, labels_i=torch.ones(2, 3))
         s = {"omega": torch.zeros(2)}
         fedssg.fedssg(s, r, lambda rho, b: s["omega"] - 0.5 * (s["omega"] - target + rho[:, None] * s["omega"] + b))
@@ -1391,7 +1396,7 @@ BEFORE_DATA = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedssg --et
 --lr-decay 0; --lr-decay 1.01; --clip 0; --weight-decay -1; --seed -1; --seeds; --seeds 0 -1; --device cuda:9; --device mps; --device foo
 --dataset mnist2; --letters 27; --model resnet; --hidden 0; --hidden 5 x; --target-acc 101; --target-acc -1; --eval-every 0; --stop-after 0
 --checkpoint-every 0; --mode scan; --chunk 0; --gate-ratio walking; --alpha -1; --alpha nan; --algo fedvra --dual-step soon
---algo feddisco --disco-a nan; --algo feddisco --disco-a -inf""".replace("\n", "; ").split("; ")
+--algo feddisco --disco-a nan; --model linear --hidden 5; --dataset cifar10 --hidden 5; --algo feddisco --disco-a -inf""".replace("\n", "; ").split("; ")
 
 
 @pytest.mark.parametrize("flags", BEFORE_DATA)
@@ -1449,7 +1454,7 @@ def test_underscore_and_hyphen_are_one():
     flags = "--num-clients 7 --dir-alpha=.5 --eta-g 2 --stop-at-target --out my_out --data-dir=my_data"
     args = run.parse(f"--algo scaffold {flags}".split())
     assert vars(args) == vars(run.parse("--algo scaffold --num_clients 7 --dir_alpha=.5 --eta_g 2 --stop_at_target --out my_out --data_dir=my_data".split()))
-    assert (args.num_clients, args.dir_alpha, args.hyper, args.out, args.data_dir) == (7, 0.5, {"eta_g": 2}, "my_out", "my_data")
+    assert (args.num_clients, args.dir_alpha, args.given, args.out, args.data_dir) == (7, 0.5, {"eta_g": 2}, "my_out", "my_data")
 
 
 @pytest.mark.parametrize("algo, flags, alpha", [
@@ -1472,10 +1477,10 @@ def test_presets_and_explicit_flags():
     for flags, values in {
             "": ("fcn", [200, 200], 0.15, 300), "--dataset synthetic": ("fcn", [200, 200], 0.15, 300),
             "--dataset emnist": ("fcn", [100], 0.15, 300), "--dataset emnist --num-clients 500": ("fcn", [100], 0.15, 600),
-            "--dataset cifar10": ("cnn", [], 0.1, 1000), "--dataset cifar100 --num-clients 500": ("cnn", [], 0.1, 1500),
+            "--dataset cifar10": ("cnn", None, 0.1, 1000), "--dataset cifar100 --num-clients 500": ("cnn", None, 0.1, 1500),
             "--dataset cifar10 --model fcn --hidden 7 --participation .5 --rounds 3": ("fcn", [7], 0.5, 3)}.items():
         s = settings(flags)
-        assert (s["model"], s["hidden"], s["participation"], s["rounds"]) == values
+        assert (s["model"], s.get("hidden"), s["participation"], s["rounds"]) == values
         assert (s["local_epochs"], s["batch_size"], s["lr"], s["lr_decay"], s["clip"]) == (5, 50, 0.1, 0.998, 10)
     targets = {name: run.parse(["--dataset", name]).target_acc for name in ("mnist", "emnist", "cifar10", "cifar100", "synthetic")}
     assert targets == dict(mnist=97, emnist=93, cifar10=80, cifar100=42, synthetic=97) and run.parse(["--target-acc", "5"]).target_acc == 5
@@ -1503,7 +1508,7 @@ def test_what_a_method_is_told(tiny, tmp_path, monkeypatch):
     for t, r in enumerate(seen, 1):
         cohort = data.sample_clients(10, 0.25, "fixed", 0, t)
         n = np.array([len(part) for part in parts])
-        assert (r.t, r.T, r.N, r.m, r.p, r.rows, r.lr0) == (t, 9, 10, 3, 0.3, 10, 0.5) and r.lr == pytest.approx(0.5 * 0.9 ** (t - 1))
+        assert (r.t, r.T, r.N, r.m, r.p, r.num_rows, r.lr0) == (t, 9, 10, 3, 0.3, 10, 0.5) and r.lr == pytest.approx(0.5 * 0.9 ** (t - 1))
         assert r.i.tolist() == cohort.tolist() and r.n_i.tolist() == n[cohort].tolist() == r.labels_i.sum(dim=1).tolist()
         assert r.size_i.tolist() == pytest.approx(n[cohort] / n.mean()) and r.K_i.tolist() == (2 * -(-n[cohort] // 8)).tolist()
     seen.clear()
@@ -1757,3 +1762,96 @@ def test_processes_equal_one(W, tiny, tmp_path):
         for name, folder in runs_in(tmp_path / place).items():
             gap = max(float((x - one[name][k]).abs().max()) for k, x in model_of(folder).items())
             assert gap > 1e-4 if place == "alone" else gap < 1e-9, (place, name)
+
+
+# ---- damaged files ----
+
+def damaged(content, seed):
+    """The bytes of a file, changed in one of six ways: cut, lengthened, bytes flipped, a block cleared, moved or doubled."""
+    g, out = np.random.default_rng([seed, 9]), bytearray(content)
+    a, size = int(g.integers(len(out))), int(g.integers(1, 64))
+    if seed % 6 == 0:
+        return bytes(out[:a])
+    if seed % 6 == 1:
+        return bytes(out) + g.bytes(size)
+    if seed % 6 == 2:
+        for place in g.integers(min(len(out), 400) if seed % 2 else len(out), size=8):     # the header, or anywhere
+            out[place] ^= int(g.integers(1, 256))
+    elif seed % 6 == 3:
+        out[a:a + size] = bytes(len(out[a:a + size]))
+    elif seed % 6 == 4:
+        out[a:a] = out[:size]
+    else:
+        del out[a:a + size]
+    return bytes(out)
+
+
+def ends_well(code, capsys):
+    """Success, or one line and an exit code from 1 to 3. A traceback would have left `start` as an exception."""
+    return code == 0 or (code in (1, 2, 3) and one_line(capsys))
+
+
+@pytest.mark.parametrize("seed", range(72))
+def test_damaged_npz(seed, tiny, tmp_path, capsys):
+    file = tmp_path / "own.npz"
+    file.write_bytes(damaged(tiny.read_bytes(), seed))
+    before = file.read_bytes()
+    assert ends_well(start(file, tmp_path / "out", "--rounds 1", "fedavg"), capsys) and file.read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", range(72))
+def test_damaged_idx(seed, tmp_path, capsys):
+    g, folder = np.random.default_rng(seed), tmp_path / "MNIST" / "raw"
+    write_idx(folder, MNIST_FILES, [g.integers(256, size=(30, 28, 28)), g.integers(10, size=30),
+                                    g.integers(256, size=(20, 28, 28)), g.integers(10, size=20)])
+    file = folder / MNIST_FILES[seed // 6 % 4]
+    file.write_bytes(damaged(file.read_bytes(), seed))
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert ends_well(start("mnist", tmp_path / "out", f"--rounds 1 --data-dir {tmp_path}", "fedavg"), capsys)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.fixture(scope="session")
+def stopped(tiny, tmp_path_factory):
+    """The folder of a run of fedssg that was stopped after round 2 of 5."""
+    out = tmp_path_factory.mktemp("stopped")
+    assert start(tiny, out, "--stop-after 2") == 0
+    folder, = out.iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(72))
+def test_damaged_checkpoint(seed, stopped, tiny, tmp_path, capsys):
+    capsys.readouterr()
+    folder = tmp_path / stopped.name
+    shutil.copytree(stopped, folder)
+    name = ("checkpoint.pt", "checkpoint.pt", "log.csv", "config.json", "summary.json")[seed % 5]
+    (folder / name).write_bytes(damaged((folder / name).read_bytes(), seed))
+    assert ends_well(start(tiny, tmp_path, "--resume"), capsys)
+    assert {path.name for path in stopped.iterdir()} - {path.name for path in folder.iterdir()} <= {"checkpoint.pt"}
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("limit", [10, 300, 3000])
+def test_full_disk(limit, tiny, tmp_path, capsys):
+    """A file may not grow past `limit` bytes: the log, or config.json, or the checkpoint cannot be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        code = start(tiny, tmp_path, "--checkpoint-every 2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1 and one_line(capsys) and not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("model.pt"))
+
+
+@pytest.mark.parametrize("shape, classes", [((3, 32, 32), 10), ((3, 32, 32), 100), ((28, 28), 26)])
+def test_every_method_on_the_shapes_of_the_paper(shape, classes, tmp_path, capsys):
+    """CIFAR-10, CIFAR-100 and EMNIST in shape, through the command line: two rounds of the convolutional or the small FCN."""
+    g, file = np.random.default_rng(0), tmp_path / "own.npz"
+    y = g.permutation(classes * 2) % classes
+    x = g.integers(256, size=(len(y), *shape), dtype=np.uint8)
+    np.savez(file, x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+    model = "--model cnn" if len(shape) == 3 else "--model fcn --hidden 100"
+    assert start(file, tmp_path / "out", f"{model} --num-clients 4 --participation .5 --rounds 2 --batch-size 4", "all") == 0
+    for folder in (tmp_path / "out").iterdir():
+        assert len(log_of(folder)) == 3
