@@ -6,7 +6,6 @@
 """
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import hashlib
@@ -115,37 +114,43 @@ def parse(argv):
     add("--data-dir", default="data", help="folder of the data sets, in torchvision's layout")
     add("--augment", choices=("auto", "none"), default="auto", help="auto: flips and shifts for cifar10 and cifar100")
     add("--model", choices=models.MODELS, help="default: by data set", default=argparse.SUPPRESS)
-    add("--hidden", type=count, nargs="+", help="fcn: sizes of the hidden layers (default: by data set)", default=argparse.SUPPRESS)
+    add("--hidden", type=count, nargs="+", default=argparse.SUPPRESS,
+        help="fcn: sizes of the hidden layers (default: by data set)")
     add("--num-clients", type=count, default=100, help="N")
     add("--participation", type=number(float, 0, 1, True), default=argparse.SUPPRESS, help="p (default: by data set)")
-    add("--sampling", choices=data.SAMPLINGS, default="fixed", help="fixed: max(1, round(p N)) clients a round; bernoulli: each with probability p")
+    add("--sampling", choices=data.SAMPLINGS, default="fixed",
+        help="fixed: max(1, round(p N)) clients a round; bernoulli: each with probability p")
     add("--partition", choices=data.PARTITIONS, default="dirichlet")
     add("--dir-alpha", type=positive, default=0.3, help="concentration of the Dirichlet partitions")
     add("--unbalanced-sigma", type=number(float, 0), default=0.0, help="log-normal client sizes (iid, dirichlet)")
     add("--min-samples", type=count, default=1, help="least samples of a client")
     add("--shards", type=count, default=2, help="shards: how many a client gets")
-    add("--rounds", type=count, default=argparse.SUPPRESS, help="T; the gate's horizon depends on it (default: by data set and clients)")
+    add("--rounds", type=count, default=argparse.SUPPRESS,
+        help="T; the gate's horizon depends on it (default: by data set and clients)")
     add("--local-epochs", type=number(int, 1, 10_000), default=5, help="E")
     add("--batch-size", type=count, default=50, help="B")
-    add("--lr", type=positive, default=0.1, help="eta")
+    add("--lr", type=number(float, 1e-12), default=0.1, help="eta")
     add("--lr-decay", type=number(float, 0, 1, True), default=0.998, help="a round")
     add("--weight-decay", type=number(float, 0), default=argparse.SUPPRESS, help="(default: 0.001; fedprox 1e-05)")
     add("--clip", type=positive, default=10.0, help="norm at which a client's gradient is clipped")
-    add("--seed", type=number(int, 0, 2 ** 32 - 1), default=0)
-    add("--seeds", type=number(int, 0, 2 ** 32 - 1), nargs="+", help="several runs a method; mean and std at the end", default=argparse.SUPPRESS)
+    add("--seed", type=number(int, 0, 2 ** 32 - 1), default=argparse.SUPPRESS, help="of all randomness (default: 0)")
+    add("--seeds", type=number(int, 0, 2 ** 32 - 1), nargs="+", default=argparse.SUPPRESS,
+        help="several runs a method; mean and std at the end")
     add("--eval-every", type=count, default=1, help="rounds between evaluations on the test set")
     add("--target-acc", type=number(float, 0, 100), default=argparse.SUPPRESS, help="percent (default: the paper's, by data set)")
     add("--stop-at-target", action="store_true", help="end a run at the first round that reaches --target-acc")
     add("--stop-after", type=count, help="end after so many rounds; T stays", default=argparse.SUPPRESS)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:K")
-    add("--mode", choices=("auto", "loop", "vmap"), default="auto", help="loop: client after client (CPU); vmap: all at once (CUDA)")
+    add("--mode", choices=("auto", "loop", "vmap"), default="auto",
+        help="loop: client after client (CPU); vmap: all at once (CUDA)")
     add("--chunk", type=count, help="vmap: at most so many clients at once", default=argparse.SUPPRESS)
     add("--no-compile", action="store_true", help="CUDA: run the batched step as it is, without torch.compile")
     add("--tf32", action="store_true", help="CUDA: matrix products with 10 bits of mantissa")
     add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: keep the per-client rows in host memory")
     add("--out", default="runs", help="folder of the results")
     add("--resume", action="store_true", help="go on with runs that were interrupted")
-    add("--checkpoint-every", type=count, default=10, help="rounds between checkpoints")
+    add("--checkpoint-every", type=count, default=argparse.SUPPRESS,
+        help="rounds between checkpoints (default: 10, or more where they would take over 4 %% of the time)")
     add("--show-split", action="store_true", help="print each client's label counts")
     add_hyper_flags(parser)
 
@@ -153,7 +158,9 @@ def parse(argv):
     argv = [token.replace("_", "-", token.split("=")[0].count("_")) if token.startswith("--") else token for token in argv]
     args = parser.parse_args(argv)
     args.algo = list(ALGORITHMS) if "all" in args.algo else list(dict.fromkeys(args.algo))
-    args.seeds = list(dict.fromkeys(getattr(args, "seeds", [args.seed])))
+    if "seed" in vars(args) and "seeds" in vars(args):
+        stop(2, "--seed: not beside --seeds; name them all in --seeds")
+    args.seeds = list(dict.fromkeys(getattr(args, "seeds", [getattr(args, "seed", 0)])))
     if args.dataset not in data.DATASETS and not args.dataset.endswith(".npz"):
         stop(2, f"--dataset {args.dataset}: use one of {', '.join(data.DATASETS)}, or a file that ends in .npz")
     every_hyper = {name for algo in ALGORITHMS for name in hyper_parameters(algo)}
@@ -174,6 +181,10 @@ def parse(argv):
     vars(args).setdefault("rounds", nearest(preset["rounds"], args.num_clients))
     vars(args).setdefault("stop_after", args.rounds)
     vars(args).setdefault("chunk", None)
+    vars(args).setdefault("checkpoint_every", None)
+    if not 1e-30 < args.lr * args.lr_decay ** (args.rounds - 1):
+        stop(2, f"--lr-decay {args.lr_decay}: the learning rate of round {args.rounds} would vanish; use a larger one")
+    args.out = os.path.expanduser(args.out)
     return args
 
 
@@ -240,7 +251,8 @@ def cuda_or_cpu(args, local_rank):
             stop(2, f"--device {args.device}: each of several processes needs a device of its own; use cuda")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         if device.index >= found:
-            stop(2, f"--device {args.device}: {device} is needed, this machine has {found} CUDA devices; use cpu, or fewer processes")
+            stop(2, f"--device {args.device}: {device} is needed, this machine has {found} CUDA devices; "
+                    "use cpu, or fewer processes")
     return device
 
 
@@ -283,7 +295,7 @@ def simulate(settings, args, dataset, device):
     rows_device = torch.device("cpu") if args.state_device == "cpu" else device
     if log:
         s = load_rows(folder / "checkpoint.pt", rank, W, device, rows_device)
-    warned, first, began = set(), len(log) + 1, time.perf_counter()
+    warned, first, began, saving = set(), len(log) + 1, time.perf_counter(), 0.0
 
     while not done(log, args):
         t, round_began = len(log) + 1, time.perf_counter()
@@ -302,14 +314,17 @@ def simulate(settings, args, dataset, device):
         else:
             out = ALGORITHMS[algo](s, r, train, **settings["hyper"])
 
-        worst = torch.stack([seen["steepest"], largest(out.pop("gain", r.K_i[:0])), r.K_i.new_tensor(max(INTERRUPTED, default=0))])
+        due = t % (args.checkpoint_every or 10) == 0 and (args.checkpoint_every or saving <= 0.04 * (time.perf_counter() - began))
+        signals = r.K_i.new_tensor([max(INTERRUPTED, default=0), bool(due)])
+        worst = torch.stack([seen["steepest"], largest(out.pop("gain", r.K_i[:0])), *signals])
         if W > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         sum_loss, sum_K = total(seen["loss_i"], r.K_i)
         numbers = dict(out, train_loss=sum_loss / sum_K)
         if t % settings["eval_every"] == 0 or t == T:
             numbers["test_acc"], numbers["test_loss"] = evaluate(loss.logits, s["omega"], X_test[rank::W], Y_test[rank::W])
-        *values, steepest, gain, interrupted = torch.stack([*numbers.values(), *worst]).tolist()    # the round's only wait for the device
+        # all that the host must see of this round, in one transfer
+        *values, steepest, gain, interrupted, due = torch.stack([*numbers.values(), *worst]).tolist()
         row = dict.fromkeys(COLUMNS) | dict(zip(numbers, values), round=t, seconds=time.perf_counter() - round_began)
         log.append(row)
 
@@ -318,13 +333,21 @@ def simulate(settings, args, dataset, device):
             progress(algo, seed, row, min(T, args.stop_after), (time.perf_counter() - began) / (t - first + 1))
             warn(algo, t, steepest, gain, warned)
         if not all(map(math.isfinite, values)):
+            summary = dict(summarise(log, args.target_acc), diverged=t)
+            cause = (f"eta_t * max rho_i is {steepest:.3g}, above 1" if steepest > 1 else
+                     f"try a smaller --lr than {settings['lr']}")
             if rank == 0:
-                write_json(folder / "summary.json", dict(summarise(log, args.target_acc), diverged=t))
-            cause = f"eta_t * max rho_i is {steepest:.3g}, above 1" if steepest > 1 else f"try a smaller --lr than {settings['lr']}"
-            stop(3, f"{algo} seed {seed}: diverged at round {t} ({cause}); log and last checkpoint are in {folder}")
-        if interrupted or done(log, args) or t % args.checkpoint_every == 0:
+                write_json(folder / "summary.json", summary)
+                print()
+                print(f"run.py: {algo} seed {seed}: diverged at round {t} ({cause}); log and last checkpoint are in {folder}",
+                      file=sys.stderr)
+            return summary
+        if interrupted or due or done(log, args):
+            save_began = time.perf_counter()
             save_rows(folder / "checkpoint.pt", s, settings, t, rank, W)
+            saving += time.perf_counter() - save_began
         if interrupted:
+            print()
             stop(128 + int(interrupted), f"interrupted after round {t}; the same command with --resume goes on")
 
     summary = summarise(log, args.target_acc)
@@ -339,8 +362,8 @@ def simulate(settings, args, dataset, device):
 
 def split(labels, classes, settings):
     """Who has what: parts, a list of N index arrays; n (N,) their lengths; labels (N, classes) their label counts."""
-    parts = data.partition(labels, settings["num_clients"], settings["partition"], settings["seed"], dir_alpha=settings["dir_alpha"],
-                           unbalanced_sigma=settings["unbalanced_sigma"], min_samples=settings["min_samples"], shards=settings["shards"])
+    options = {name: settings[name] for name in ("dir_alpha", "unbalanced_sigma", "min_samples", "shards")}
+    parts = data.partition(labels, settings["num_clients"], settings["partition"], settings["seed"], **options)
     return dict(parts=parts, n=np.array([len(part) for part in parts]),
                 labels=np.stack([np.bincount(labels[part], minlength=classes) for part in parts]))
 
@@ -418,27 +441,38 @@ def open_run(folder, settings, args, device):
         settings=settings, device=str(device), torch=torch.__version__, numpy=np.__version__, python=platform.python_version(),
         machine=platform.machine(), processes=dist.get_world_size() if dist.is_initialized() else 1)))
     if not (folder / "config.json").exists():
+        left = [name for name in ("log.csv", "checkpoint.pt", "summary.json", "model.pt") if (folder / name).exists()]
+        if left not in ([], ["log.csv"]) or (left and read_log(folder / "log.csv")):
+            stop(1, f"{folder}: has {', '.join(left)} but no config.json; remove the folder to start that run again")
         write_log(folder / "log.csv", [])
         write_json(folder / "config.json", config)
         return [], None
-    before = read_json(folder / "config.json")["settings"]
+    before = read_json(folder / "config.json", "settings")["settings"]
     for name in {*before, *config["settings"]}:
         if before.get(name) != config["settings"].get(name):
-            stop(2, f"{folder}: holds a run with {name} {before.get(name)}, not {config['settings'].get(name)}; choose another --out")
+            stop(2, f"{folder}: holds a run with {name} {before.get(name)}, not {config['settings'].get(name)}; "
+                    "choose another --out")
     log = read_log(folder / "log.csv")
     if (folder / "summary.json").exists():
-        summary = read_json(folder / "summary.json")
+        summary = read_json(folder / "summary.json", "round")
+        log_then = log[:summary["round"]]
         if summary.get("diverged"):
-            stop(3, f"{folder}: diverged at round {summary['diverged']} when it was run; choose other settings")
-        if done(log[:summary["round"]], args):
-            log = log[:summary["round"]]
-            print(f"{folder}: finished at round {len(log)}, nothing to do")
-            return log, summarise(log, args.target_acc)
+            print(f"run.py: {folder}: diverged at round {summary['diverged']} when it was run", file=sys.stderr)
+            return log_then, summary
+        if log_then and done(log_then, args):
+            print(f"{folder}: finished at round {len(log_then)}, nothing to do")
+            return log_then, summarise(log_then, args.target_acc)
     if not args.resume:
-        stop(2, f"{folder}: holds an unfinished run of these settings (round {len(log)}); add --resume to go on, or choose another --out")
+        stop(2, f"{folder}: holds an unfinished run of these settings (round {len(log)}); add --resume to go on, "
+                "or choose another --out")
     t = checkpoint_round(folder / "checkpoint.pt", config["settings"])
     if len(log) < t:
-        stop(1, f"{folder}: log.csv ends at round {len(log)}, before its checkpoint of round {t}; remove the folder to start that run again")
+        stop(1, f"{folder}: log.csv ends at round {len(log)}, before its checkpoint of round {t}; "
+                "remove the folder to start that run again")
+    if t == 0 and (folder / "summary.json").exists():
+        stop(1, f"{folder}: its checkpoint.pt is missing; remove the folder to start that run again")
+    if t == 0 and log:
+        print(f"{folder}: stopped before its first checkpoint, starts again at round 1")
     log = log[:t]
     write_log(folder / "log.csv", log)
     return log, None
@@ -474,10 +508,13 @@ def write_json(path, content):
     write(path, lambda file: file.write((json.dumps(content, indent=1) + "\n").encode()))
 
 
-def read_json(path):
+def read_json(path, key):
+    """The object in the file, which must have the key."""
     try:
-        return json.loads(path.read_text())
-    except ValueError:
+        content = json.loads(path.read_text())
+        content[key]
+        return content
+    except (ValueError, KeyError, TypeError):
         stop(1, f"{path}: damaged; remove its folder to start that run again")
 
 
@@ -498,15 +535,14 @@ def append(path, row):
 def read_log(path):
     """The rows of log.csv up to the first that is not whole; an empty field is None."""
     log = []
-    with open(path, newline="") as file:
-        for fields in csv.DictReader(file):
-            if None in fields.values() or list(fields) != list(COLUMNS) or fields["round"] != str(len(log) + 1):
-                break
-            try:
-                row = {name: None if text == "" else float(text) for name, text in fields.items()}
-            except ValueError:
-                break
-            log.append(row | {"round": len(log) + 1})
+    for line in path.read_text(errors="replace").splitlines()[1:]:
+        try:
+            row = dict(zip(COLUMNS, (None if text == "" else float(text) for text in line.split(",")), strict=True))
+        except ValueError:
+            break
+        if row["round"] != len(log) + 1 or row["seconds"] is None:
+            break
+        log.append(row | {"round": len(log) + 1})
     return log
 
 
@@ -533,10 +569,11 @@ def save_rows(path, s, settings, t, rank, W):
 
 
 def load_checkpoint(path):
-    """The checkpoint, read as tensors and plain values only, its tensors mapped from the file."""
+    """(settings, round, state) of a checkpoint, read as tensors and plain values only, its tensors mapped from the file."""
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return {name: checkpoint[name] for name in ("settings", "round", "state")}
+        state = {name: x for name, x in checkpoint["state"].items() if torch.is_tensor(x)}
+        return json.loads(checkpoint["settings"]), int(checkpoint["round"]), {"omega": state["omega"], **state}
     except Exception as error:      # torch raises many kinds for a damaged file
         stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove it to start that run again")
 
@@ -545,15 +582,15 @@ def checkpoint_round(path, settings):
     """The round after which the checkpoint was taken; 0 if there is none."""
     if not path.exists():
         return 0
-    checkpoint = load_checkpoint(path)
-    if json.loads(checkpoint["settings"]) != settings:
+    its_settings, t, _ = load_checkpoint(path)
+    if its_settings != settings:
         stop(2, f"{path}: is of other settings than its folder; remove it to start that run again")
-    return checkpoint["round"]
+    return t
 
 
 def load_rows(path, rank, W, device, rows_device):
     """This process's share of a checkpoint's state."""
-    state = load_checkpoint(path)["state"]
+    _, _, state = load_checkpoint(path)
     return {name: x[rank::W].clone().to(rows_device) if name.endswith("_i") else x.to(device) for name, x in state.items()}
 
 
@@ -570,35 +607,41 @@ def announce(algo, seed, settings, omega, n, args, device, rank):
     bytes_of_d = omega.numel() * omega.element_size()
     kept, down, up = VECTORS.get(settings["hyper"].get("correction", algo), (0, 1, 1))
     rows = kept * len(n) * bytes_of_d
-    room = (math.inf if device.type == "cpu" and not hasattr(os, "sysconf") else torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" and args.state_device == "auto"
-            else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if device.type == "cuda" and args.state_device == "auto":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if rows > room:
-        stop(2, f"--num-clients {len(n)}: {algo}'s rows take {rows / 1e9:.1f} GB, there are {room / 1e9:.1f} GB; use fewer clients"
-                f" or a smaller --model{', or --state-device cpu' if device.type == 'cuda' else ''}")
+        advice = ", or --state-device cpu" if device.type == "cuda" else ""
+        stop(2, f"--num-clients {len(n)}: {algo}'s rows take {rows / 1e9:.1f} GB, there are {room / 1e9:.1f} GB; "
+                f"use fewer clients or a smaller --model{advice}")
     if rank == 0:
-        print(f"{algo} seed {seed}: {len(n)} clients of {n.min()} to {n.max()} samples on {device}; keeps {rows / 1e6:.0f} MB of rows;"
-              f" a client gets {down * bytes_of_d / 1e6:.2f} MB ({down} x d) and sends {up * bytes_of_d / 1e6:.2f} MB ({up} x d) a round")
+        down_mb, up_mb = down * bytes_of_d / 1e6, up * bytes_of_d / 1e6
+        print(f"{algo} seed {seed}: {len(n)} clients of {n.min()} to {n.max()} samples on {device}; keeps {rows / 1e6:.0f} MB of rows; "
+              f"a client gets {down_mb:.2f} MB ({down} x d) and sends {up_mb:.2f} MB ({up} x d) a round")
 
 
 def progress(algo, seed, row, until, seconds):
     """One line a round; on a terminal it overwrites the last."""
     left = datetime.timedelta(seconds=round(seconds * (until - row["round"])))
     test = "" if row["test_acc"] is None else f"  test {row['test_acc']:.2f} %, loss {row['test_loss']:.4f}"
-    extra = "".join(f"  {name} {row[key]:.3f}" for name, key in (("gate", "gate"), ("|h_i|", "h_norm")) if row[key] is not None)
-    line = (f"{algo} seed {seed}  round {row['round']}/{until}{test}  train loss {row['train_loss']:.4f}{extra}"
+    gate = "" if row["gate"] is None else f"  gate {row['gate']:.3f}"
+    memory = "" if row["h_norm"] is None else f"  |h_i| {row['h_norm']:.3f}"
+    line = (f"{algo} seed {seed}  round {row['round']}/{until}{test}  train loss {row['train_loss']:.4f}{gate}{memory}"
             f"  {row['seconds']:.2f} s/round  {left} left")
-    print(f"\r{line}\033[K" if sys.stdout.isatty() else line, end="" if sys.stdout.isatty() else "\n", flush=True)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    print(f"\r{line}\033[K" if terminal else line, end="" if terminal else "\n", flush=True)
 
 
 def warn(algo, t, steepest, gain, warned):
     """Say once that a step along a flat direction overshoots, or that the memory feeds back too strongly."""
-    advice = "--gate-shape clip or a smaller --alpha" if algo == "fedssg" else "a smaller --alpha, --mu, --gamma or --lr; small clients have the largest"
-    if steepest > 1 and "steepest" not in warned:
-        warned.add("steepest")
-        print(f"warning: {algo} round {t}: eta_t * max rho_i is {steepest:.2f}, above 1: clients overshoot; try {advice}", file=sys.stderr)
-    if gain > 2 and "gain" not in warned:
-        warned.add("gain")
-        print(f"warning: {algo} round {t}: phi eta K alpha is {gain:.2f}, above 2: the memory h_i overshoots; try {advice}", file=sys.stderr)
+    advice = ("--gate-shape clip or a smaller --alpha" if algo == "fedssg" else
+              "a smaller --alpha, --mu, --gamma or --lr; small clients have the largest")
+    for name, what, value, limit in (("steepest", "eta_t * max rho_i", steepest, 1), ("gain", "phi eta K alpha", gain, 2)):
+        if value > limit and name not in warned:
+            warned.add(name)
+            effect = "clients overshoot" if name == "steepest" else "the memory h_i overshoots"
+            print(f"warning: {algo} round {t}: {what} is {value:.2f}, above {limit}: {effect}; try {advice}", file=sys.stderr)
 
 
 def show_split(label_counts, folder):
@@ -618,8 +661,8 @@ def table(results, args):
     first = None
     for algo, runs in results.items():
         met = [run["rounds_to_target"] for run in runs if run["rounds_to_target"] is not None]
-        last50 = "-"
-        if all(run["evaluations"] >= 50 for run in runs):   # none was stopped early
+        last50 = "diverged" if any("diverged" in run for run in runs) else "-"
+        if last50 == "-" and all(run["evaluations"] >= 50 for run in runs):   # none was stopped early
             spread = np.std([run["last50_mean"] for run in runs]) if len(runs) > 1 else runs[0]["last50_std"]
             last50 = f"{np.mean([run['last50_mean'] for run in runs]):.2f} ± {spread:.2f}"
         rounds = f"{np.mean(met):.1f} ± {np.std(met):.1f}" if len(met) > 1 else f"{met[0]}" if met else "-"
@@ -634,6 +677,8 @@ def table(results, args):
 # ---- start ----------------------------------------------------------------------------------------------------
 
 def main(argv=None):
+    if hasattr(sys.stdout, "reconfigure"):      # a terminal without ± shows ?
+        sys.stdout.reconfigure(errors="replace")
     args = parse(sys.argv[1:] if argv is None else argv)
     W, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     device = cuda_or_cpu(args, local_rank)
@@ -647,7 +692,10 @@ def main(argv=None):
         stop(2, f"--out {args.out}: {error.strerror or error}; choose a folder that can be written")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
     if W > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        except (ValueError, RuntimeError) as error:
+            stop(1, f"WORLD_SIZE is {W}, but the processes cannot meet ({str(error).splitlines()[0]}); start them by torchrun")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         else:
@@ -657,6 +705,8 @@ def main(argv=None):
         if local_rank > 0:      # the first process of a machine may have to download
             dist.barrier()
         dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
+        if args.dataset.endswith(".npz"):       # other contents make another run
+            args.contents = hashlib.sha256(Path(args.dataset).expanduser().read_bytes()).hexdigest()[:8]
         if local_rank == 0 and W > 1:
             dist.barrier()
     except (ValueError, OSError) as error:
@@ -679,6 +729,8 @@ def main(argv=None):
         table(results, args)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if any("diverged" in run for runs in results.values() for run in runs):
+        sys.exit(3)
 
 
 def interrupt(signum, frame):
@@ -696,4 +748,7 @@ def share(content):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:       # before the first round
+        stop(130, "interrupted before the first round")

@@ -568,6 +568,28 @@ def test_control_variate_is_the_mean_gradient_seen(method, N, m):
         assert close(state["c"], state["c_i"].mean(0), 1e-11) and len(state["c_i"]) == N
 
 
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")), reason="torch.compile needs a C++ compiler on a CPU")
+def test_compiled_step_equals_loop():
+    """torch.compile of the batched step, on clients of unequal size, every method (and each form of FedSSG), three rounds."""
+    for method in METHODS.values():
+        plays = [play(method, classify(**how), cohorts(3, 3)) for how in (dict(mode="loop"), dict(mode="vmap", compiled=True))]
+        assert_same(*plays, tolerance=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("how", [dict(mode="loop"), dict(mode="vmap"), dict(mode="vmap", chunk=2), dict(mode="vmap", compiled=True)])
+def test_cuda_equals_cpu(how):
+    """local_sgd on the GPU in each mode, against the loop on the CPU, in float64."""
+    problem = classify()
+    idx, w, _ = problem.batches([0, 1, 2, 3])
+    rho, b = torch.rand(4, dtype=F64), 0.1 * torch.randn(4, len(problem.omega), dtype=F64)
+    arguments = [problem.omega, rho, b, problem.X, problem.Y, idx, w]
+    expected = local_sgd(problem.loss, *arguments, 0.5, 1e-2, 2.0, "loop")
+    _, loss = flatten(copy.deepcopy(problem.model).cuda())
+    result = local_sgd(loss, *(x.cuda() for x in arguments), 0.5, 1e-2, 2.0, **how)
+    assert all(close(x.cpu(), y, 1e-9) for x, y in zip(result, expected))
+
+
 # ---- FedDisco's weights ----
 
 def shares(*weights):
@@ -1855,3 +1877,59 @@ def test_every_method_on_the_shapes_of_the_paper(shape, classes, tmp_path, capsy
     assert start(file, tmp_path / "out", f"{model} --num-clients 4 --participation .5 --rounds 2 --batch-size 4", "all") == 0
     for folder in (tmp_path / "out").iterdir():
         assert len(log_of(folder)) == 3
+
+
+# ---- what else may have happened to a run's folder ----
+
+def test_changed_data_file_is_another_run(tiny, tmp_path):
+    file, contents = tmp_path / "own.npz", dict(np.load(tiny))
+    np.savez(file, **contents)
+    assert start(file, tmp_path / "out", "--partition iid --stop-after 2") == 0
+    np.savez(file, **contents | {"x_train": 3 * contents["x_train"]})
+    assert start(file, tmp_path / "out", "--partition iid --resume") == 0
+    assert sorted(len(log_of(folder)) for folder in (tmp_path / "out").iterdir()) == [3, 6]
+
+
+def test_a_sweep_goes_on_after_a_divergence(tiny, tmp_path, capsys):
+    assert start(tiny, tmp_path, "--gate-scale 1e9 --rounds 30", "fedssg") == 3
+    capsys.readouterr()
+    assert start(tiny, tmp_path, "--gate-scale 1e9 --rounds 30", "fedssg fedavg") == 3      # one was run before
+    out = capsys.readouterr()
+    assert "diverged" in out.err and "fedavg" in out.out.splitlines()[-1] and len(log_of(runs_in(tmp_path)["fedavg"])) == 31
+
+
+@pytest.mark.parametrize("gone", [["config.json"], ["checkpoint.pt"], ["log.csv"], ["config.json", "checkpoint.pt"]])
+def test_missing_file_is_not_made_up_for(gone, stopped, tiny, tmp_path, capsys):
+    capsys.readouterr()
+    folder = tmp_path / stopped.name
+    shutil.copytree(stopped, folder)
+    for name in gone:
+        (folder / name).unlink()
+    before = prints(tmp_path)
+    assert start(tiny, tmp_path, "--resume") == 1 and one_line(capsys) and prints(tmp_path) == before
+
+
+@pytest.mark.parametrize("name, content", [("config.json", "{}"), ("config.json", "[]"), ("summary.json", "{}"), ("summary.json", "[]"),
+                                           ("log.csv", "round\n" + "9" * 200_000), ("log.csv", "\xff\xfe"), ("summary.json", "")])
+def test_edited_file_is_refused(name, content, stopped, tiny, tmp_path, capsys):
+    capsys.readouterr()
+    shutil.copytree(stopped, tmp_path / stopped.name)
+    (tmp_path / stopped.name / name).write_text(content, encoding="latin-1")
+    assert start(tiny, tmp_path, "--resume") == 1 and one_line(capsys, stopped.name)
+
+
+@pytest.mark.parametrize("change", [dict(round="x"), dict(state={}), dict(settings="not JSON"), dict(state=3)])
+def test_edited_checkpoint_is_refused(change, stopped, tiny, tmp_path, capsys):
+    capsys.readouterr()
+    file = shutil.copytree(stopped, tmp_path / stopped.name) / "checkpoint.pt"
+    torch.save(torch.load(file, weights_only=True) | change, file)
+    assert start(tiny, tmp_path, "--resume") == 1 and one_line(capsys, "checkpoint.pt")
+
+
+def test_closed_and_ascii_output(tiny, tmp_path):
+    """Without a stdout, and with one that has no ±, the run ends as it should."""
+    command = f"{sys.executable} {Path(run.__file__)} --algo fedavg --dataset {tiny} --model linear --num-clients 4 --rounds 50 --local-epochs 1"
+    for how, out in ((">&-", "a"), ("| cat", "b")):
+        done = subprocess.run(f"set -o pipefail; {command} --out {tmp_path / out} {how}", shell=True, executable="/bin/bash",
+                              env=os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
