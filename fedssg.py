@@ -271,8 +271,7 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
 
         def client(j):
             return _one_client(loss, omega, rho[j], b[j], lambda k: batch(k, j), steps[j], lr, weight_decay, clip)
-        with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            theta_i, loss_i = zip(*pool.map(client, range(m)))
+        theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(client, range(m)))
         return torch.stack(theta_i), torch.stack(loss_i)
 
     step, chunk = _compiled_step() if compiled else _step, chunk or m
@@ -321,6 +320,12 @@ def _step(loss, theta, rho, b, x, y, w, lr, weight_decay, clip):
     moved = theta - lr * (scale * g + weight_decay * theta)
     active = w.sum(dim=1) > 0                                                   # (m,)  not all padding
     return torch.where(active[:, None], moved, theta), torch.where(active, value, torch.zeros_like(value))
+
+
+@functools.cache
+def _threads(n):
+    """n threads that stay (new ones would each leave memory behind); torch itself uses one in each."""
+    return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
 
 
 @functools.cache

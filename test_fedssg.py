@@ -32,6 +32,7 @@ import pytest
 import torch
 from torch import nn
 
+import baselines as baselines_module
 import data
 import fedssg as fedssg_module
 import models
@@ -1933,3 +1934,26 @@ def test_closed_and_ascii_output(tiny, tmp_path):
         done = subprocess.run(f"set -o pipefail; {command} --out {tmp_path / out} {how}", shell=True, executable="/bin/bash",
                               env=os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
         assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+# ---- the README ----
+
+def test_readme_examples(tmp_path, monkeypatch):
+    """The example for one's own tensors runs as printed; the added method works and becomes a flag."""
+    text = (Path(run.__file__).parent / "README.md").read_text()
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    example, = (block for block in blocks if "from fedssg import" in block)
+    printed = []
+    exec(example, {"print": lambda *args: printed.append(args)})
+    assert len(printed) == 50 and all(math.isfinite(printed[-1][1][name]) for name in ("gate", "h_norm"))
+    added, = (block for block in blocks if "def fedavgm" in block)
+    names = dict(vars(baselines_module))
+    exec(added, names)
+    s, (omega,) = {"omega": torch.zeros(2)}, [torch.ones(2)]
+    r = make_round([0, 1], dtype=torch.float32)
+    for step in (1.0, 1.9):
+        before = s["omega"].clone()
+        names["fedavgm"](s, r, lambda rho, b: s["omega"] + omega)
+        assert close(s["omega"] - before, step * omega, 1e-6)
+    monkeypatch.setitem(ALGORITHMS, "fedavgm", names["fedavgm"])
+    assert run.settings_for("fedavgm", 0, run.parse("--algo fedavgm --momentum .5".split()))["hyper"] == {"momentum": 0.5}

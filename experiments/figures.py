@@ -25,7 +25,7 @@ def main():
             continue
         bold = settings["algo"] == "fedssg"
         form = f" {settings['form']}" if settings.get("form", "released") != "released" else ""
-        axes.plot(*zip(*points), label=f"{settings['algo']}{form}, seed {settings['seed']}", linewidth=1.8 if bold else 1, zorder=3 if bold else 2)
+        axes.plot(*zip(*points), color="black" if bold else None, label=f"{settings['algo']}{form}, seed {settings['seed']}", linewidth=1.8 if bold else 1, zorder=3 if bold else 2)
     axes.set(xlabel="round", ylabel="test accuracy (%)", ylim=(args.from_acc, None))
     axes.set_title(f"{settings['dataset']}, {settings['num_clients']} clients, {settings['participation']:.0%} a round, "
                    f"{settings['partition']} {settings['dir_alpha']}", fontsize=10)
