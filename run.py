@@ -6,6 +6,7 @@
 """
 
 import argparse
+import ctypes
 import dataclasses
 import datetime
 import hashlib
@@ -711,6 +712,7 @@ def main(argv=None):
             dist.barrier()
     except (ValueError, OSError) as error:
         stop(1, f"--dataset {args.dataset}: {error}")
+    keep_memory_flat()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, interrupt)
     results = {}
@@ -731,6 +733,14 @@ def main(argv=None):
         dist.destroy_process_group()
     if any("diverged" in run for runs in results.values() for run in runs):
         sys.exit(3)
+
+
+def keep_memory_flat():
+    """Have glibc take blocks above 4 MB from the system and give them back: in its heap they find ever new places."""
+    try:
+        ctypes.CDLL(None).mallopt(-3, 4 * 2 ** 20)      # M_MMAP_THRESHOLD
+    except (AttributeError, OSError, TypeError):        # another C library
+        pass
 
 
 def interrupt(signum, frame):
