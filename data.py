@@ -318,11 +318,11 @@ def schedule(parts, clients, seed: int, t: int, epochs: int, batch_size: int) ->
     """Mini-batches of round t for `clients` (any subset, also none) -> (idx, w, K_i).
 
     parts: the index arrays of all clients. K_i (m,) int64: epochs * ceil(n_i / B) steps, B = min(batch_size,
-    largest n_i). idx (K, m, B) int64: samples; w (K, m, B) float32: 1, or 0 for padding (idx 0) in an epoch's
+    largest n_i of all). idx (K, m, B) int64: samples; w (K, m, B) float32: 1, or 0 for padding (idx 0) in an epoch's
     last, smaller batch and after K_i. Each epoch is a new permutation; it depends on (seed, t, client) alone.
     """
     n_i = np.array([len(parts[i]) for i in clients], np.int64)
-    B = min(batch_size, max(n_i.max(initial=0), 1))
+    B = min(batch_size, max(map(len, parts)))   # the same for any clients: sums over a batch round alike
     per_epoch = -(-n_i // B)
     K_i = epochs * per_epoch
     idx = np.full((K_i.max(initial=0), len(n_i), B), -1, np.int64)  # -1: padding

@@ -172,13 +172,17 @@ def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor
 
 
 def total(*x_i: Tensor) -> list[Tensor]:
-    """Sum over the cohort, (m, *) -> (*), of each argument: over all processes, in one all-reduce."""
-    sums = [x.sum(dim=0) for x in x_i]
+    """Sum over the cohort, (m, *) -> (*), of each argument: over all processes, in one all-reduce.
+
+    In float64, where a sum of float32 numbers is exact unless their sizes are more than 2^25 apart: so it does not
+    depend on their order, nor the run on the number of processes.
+    """
+    sums = [x.sum(dim=0, dtype=torch.float64) for x in x_i]
     if dist.is_available() and dist.is_initialized():
         flat = torch.cat([x.reshape(-1) for x in sums])
         dist.all_reduce(flat)
         sums = [part.view_as(x) for part, x in zip(flat.split([x.numel() for x in sums]), sums)]
-    return sums
+    return [x.to(like.dtype) for x, like in zip(sums, x_i)]
 
 
 # ---- the local solver -----------------------------------------------------------------------------------------
