@@ -277,7 +277,7 @@ def simulate(settings, args, dataset, device):
     X, Y, X_test, Y_test, classes = dataset
     rank, W = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     algo, seed, T = settings["algo"], settings["seed"], settings["rounds"]
-    clients = split(Y.cpu().numpy(), classes, settings)
+    clients = split(Y, classes, settings)
     model = models.build(settings["model"], X.shape[1:], classes, settings.get("hidden", ()),
                          int(data.rng(seed, "model").integers(2 ** 63)))
     omega, loss = flatten(model)
@@ -363,6 +363,7 @@ def simulate(settings, args, dataset, device):
 
 def split(labels, classes, settings):
     """Who has what: parts, a list of N index arrays; n (N,) their lengths; labels (N, classes) their label counts."""
+    labels = labels.cpu().numpy()
     options = {name: settings[name] for name in ("dir_alpha", "unbalanced_sigma", "min_samples", "shards")}
     parts = data.partition(labels, settings["num_clients"], settings["partition"], settings["seed"], **options)
     return dict(parts=parts, n=np.array([len(part) for part in parts]),

@@ -569,6 +569,14 @@ def test_control_variate_is_the_mean_gradient_seen(method, N, m):
         assert close(state["c"], state["c_i"].mean(0), 1e-11) and len(state["c_i"]) == N
 
 
+def test_total_does_not_depend_on_the_order():
+    """Nor, so, on how the clients are spread over processes: sums of float32 numbers are made in float64."""
+    x = torch.randn(15, 10_000) * torch.rand(15, 1).exp()
+    (a,), (b,), (c,) = (fedssg_module.total(x[order]) for order in (torch.arange(15), torch.arange(15).flip(0), torch.randperm(15)))
+    assert a.dtype == torch.float32 and torch.equal(a, b) and torch.equal(a, c)
+    assert torch.equal(a, x.double().sum(0).float())
+
+
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")), reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_step_equals_loop():
     """torch.compile of the batched step, on clients of unequal size, every method (and each form of FedSSG), three rounds."""
@@ -916,8 +924,7 @@ def test_schedule_of_a_client_does_not_depend_on_the_others():
         for i in range(5):
             idx1, w1, K1 = data.schedule(parts, [i], 0, 7, 2, batch_size)
             assert K1[0] == K_i[i]
-            for k in range(K1[0]):
-                assert np.array_equal(idx[k, i][w[k, i] > 0], idx1[k, 0][w1[k, 0] > 0])
+            assert np.array_equal(idx1, idx[:K1[0], [i]]) and np.array_equal(w1, w[:K1[0], [i]])    # padding, too
             a, b = data.augment_draws([i], K1, w1, 0, 7), data.augment_draws([0, 1, 2, 3, 4], K_i, w, 0, 7)
             width = int(w1[0, 0].sum())
             assert np.array_equal(a[:, 0, :width], b[:K1[0], i, :width]) and (i == 1 or (a[..., 1:] != 4).any())
@@ -931,7 +938,7 @@ def test_schedule_of_nobody_and_of_a_large_batch():
     assert idx.shape[:2] == w.shape[:2] == (0, 0) and len(K_i) == 0
     assert data.augment_draws([], K_i, w, 0, 1).shape == (*w.shape, 3)
     idx, w, K_i = data.schedule(ragged(), [0], 0, 1, 5, 512)
-    assert list(K_i) == [5] and w.shape == (5, 1, 60) and w.all()
+    assert list(K_i) == [5] and w.shape == (5, 1, 100) and (w.sum(2) == 60).all()      # 100: the largest client
 
 
 # ---- augmentation ----
@@ -1725,6 +1732,20 @@ def test_vmap_and_chunks_equal_loop(tiny, tmp_path):
     assert same(tmp_path / "loop", tmp_path / "vmap", 1e-9) and same(tmp_path / "loop", tmp_path / "chunk", 1e-9)
 
 
+@pytest.mark.parametrize("flags", ["", "--form main", "--form appendix", "--sampling bernoulli --chunk 2 --unbalanced-sigma 1"])
+def test_a_round_never_waits_for_the_device(flags, tiny, tmp_path, monkeypatch):
+    """Whole runs on the device `meta`, whose tensors have no values to wait for: the host may ask for them once a round."""
+    labels, asked, tolist = torch.from_numpy(np.load(tiny)["y_train"]), [], torch.Tensor.tolist
+    monkeypatch.setattr(run, "cuda_or_cpu", lambda *_: torch.device("meta"))
+    monkeypatch.setattr(run, "split", lambda _, *more, split=run.split: split(labels, *more))
+    monkeypatch.setattr(run, "named", lambda *_: {})
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(len(x)) or [0.0] * len(x) if x.is_meta else tolist(x))
+    with pytest.raises(NotImplementedError):
+        torch.ones(1, device="meta").cpu()
+    assert start(tiny, tmp_path, f"--mode vmap --checkpoint-every 9 {flags}", "fedssg" if "form" in flags else "all") == 0
+    assert len(asked) == 5 * len(runs_in(tmp_path))     # rounds
+
+
 @pytest.mark.parametrize("key", run.VECTORS)
 def test_vectors_tell_what_a_method_keeps(key, tiny, tmp_path):
     algo = key if key in ALGORITHMS else "fedssg"
@@ -1738,13 +1759,14 @@ def test_vectors_tell_what_a_method_keeps(key, tiny, tmp_path):
 
 SPREAD = "--rounds 3 --participation .2 --unbalanced-sigma 1 --batch-size 8 --seed 2"
 CALLS = [("spread", "all", ""), ("spread", "fedssg", "--form main"), ("spread", "fedssg", "--form appendix"),
-         ("host", "all", "--state-device cpu"), ("stopped", "all", "--stop-after 2"), ("alone", "scaffold fedssg", "")]
+         ("host", "all", "--state-device cpu"), ("stopped", "all", "--stop-after 2"), ("single", "all", ""),
+         ("alone", "scaffold fedssg", "")]
 
 
 def one_of_several(rank, ports, W, tiny, out):
     """Process `rank` of W: what torchrun sets, then the runs one after another, the last without the all-reduce of models."""
-    torch.set_default_dtype(torch.float64)
     for port, (place, algo, flags) in zip(ports, CALLS):
+        torch.set_default_dtype(torch.float32 if place == "single" else torch.float64)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W), LOCAL_WORLD_SIZE="99",   # one thread
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         if place == "alone":
@@ -1755,7 +1777,7 @@ def one_of_several(rank, ports, W, tiny, out):
 
 @pytest.mark.parametrize("W", [2, 3])
 def test_processes_equal_one(W, tiny, tmp_path):
-    """Every method, in float64, with rounds in which a process has no client; resumed by one process, too."""
+    """Every method, in float64, with rounds in which a process has no client; resumed by one process, too. In float32 bit for bit."""
     owners = [len({*(data.sample_clients(10, 0.2, "fixed", 2, t) % W)}) for t in (1, 2, 3)]
     assert min(owners) < W and max(owners) > 1
     context = multiprocessing.get_context("forkserver")     # imports torch once
@@ -1767,6 +1789,7 @@ def test_processes_equal_one(W, tiny, tmp_path):
     workers = [context.Process(target=one_of_several, args=(rank, ports, W, tiny, tmp_path)) for rank in range(W)]
     for worker in workers:
         worker.start()
+    assert start(tiny, tmp_path / "one single", SPREAD, "all") == 0
     torch.set_default_dtype(torch.float64)
     for place, algo, flags in CALLS[:3]:
         assert start(tiny, tmp_path / "one", f"{SPREAD} {flags}", algo) == 0
@@ -1779,6 +1802,7 @@ def test_processes_equal_one(W, tiny, tmp_path):
     assert [worker.exitcode for worker in workers] == [0] * W
     assert start(tiny, tmp_path / "stopped", f"{SPREAD} --resume", "all") == 0
     assert same(tmp_path / "one", tmp_path / "spread", 1e-9, methods=len(ALGORITHMS) + 2)
+    assert same(tmp_path / "one single", tmp_path / "single")
     assert {read(folder / "config.json")["processes"] for folder in (tmp_path / "spread").iterdir()} == {W}
     one = {name: model_of(folder) for name, folder in runs_in(tmp_path / "one").items()}
     for place in ("host", "stopped", "alone"):
