@@ -10,6 +10,7 @@ unmeasured turn; ratios are those of medians. On a busy machine (the load is in 
 import argparse
 import copy
 import csv
+import functools
 import json
 import os
 import platform
@@ -172,12 +173,27 @@ def round_of_mnist(args, device):
         print(f"There is no MNIST in {args.data_dir} (--data-dir): `synthetic`, repeated to its size.")
 
 
+def by_unfold(conv, x):
+    """What the torch.nn.Conv2d computes, (B, C, H, W) -> (B, C', H', W'): under vmap one batched product, no grouped convolution."""
+    columns = torch.nn.functional.unfold(x, conv.kernel_size).mT                                    # (B, H' W', C k k)
+    y = torch.nn.functional.linear(columns, conv.weight.flatten(1), conv.bias).mT                   # (B, C', H' W')
+    return y.unflatten(2, (x.shape[2] - conv.kernel_size[0] + 1, -1))
+
+
 def round_of_cifar(args, device):
     clients, steps = (10, 50) if device.type == "cuda" else (2, 5)
     X, Y = torch.randn(clients * steps * B // E, 3, 32, 32, device=device), torch.arange(clients * steps * B // E, device=device) % 10
     model = models.build("cnn", X.shape[1:], 10, [], 0).to(device)
-    times = take_turns(ours(model, X, Y, np.arange(len(X)).reshape(clients, -1), range(clients)), 1 if args.quick else 5)
-    show(f"2. The CNN on random 3x32x32 images: {clients} clients, {steps} steps of {B} each; vmap makes grouped convolutions",
+    unfolding = copy.deepcopy(model)
+    for conv in unfolding.modules():
+        if isinstance(conv, torch.nn.Conv2d):
+            conv.forward = functools.partial(by_unfold, conv)
+    rivals = {}
+    for what, its_model in (("convolutions", model), ("unfold and products", unfolding)):
+        for mode, f in ours(its_model, X, Y, np.arange(len(X)).reshape(clients, -1), range(clients)).items():
+            rivals[f"{mode}: {'grouped ' if 'vmap' in mode and its_model is model else ''}{what}"] = f
+    times = take_turns(rivals, 1 if args.quick else 5)
+    show(f"2. The CNN on random 3x32x32 images: {clients} clients, {steps} steps of {B} each",
          ("", "min s", "median s", "ms a client's step"),
          [(mode, min(t), median(t), 1e3 * median(t) / (clients * steps)) for mode, t in times.items()])
 
