@@ -348,7 +348,8 @@ def simulate(settings, args, dataset, device):
             save_rows(folder / "checkpoint.pt", s, settings, t, rank, W)
             saving += time.perf_counter() - save_began
         if interrupted:
-            print()
+            if rank == 0:
+                print()
             stop(128 + int(interrupted), f"interrupted after round {t}; the same command with --resume goes on")
 
     summary = summarise(log, args.target_acc)
@@ -693,14 +694,14 @@ def main(argv=None):
     except OSError as error:
         stop(2, f"--out {args.out}: {error.strerror or error}; choose a folder that can be written")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if W > 1:
-        try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:        # with --state-device cpu, checkpoints gather rows from host memory
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         except (ValueError, RuntimeError) as error:
             stop(1, f"WORLD_SIZE is {W}, but the processes cannot meet ({str(error).splitlines()[0]}); start them by torchrun")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        else:
+        if device.type == "cpu":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     try:
