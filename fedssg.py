@@ -209,37 +209,21 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
     def loss(theta, x, y, w):
         return (F.cross_entropy(logits(theta, x), y, reduction="none") * w).sum()
 
-    loss.logits = logits
-    loss.private = _private_loss(model, parts)
+    def private(theta, g):      # a copy of the model whose parameters lie in theta, and their gradients in g
+        own = [torch.nn.Parameter(part) for part in parts(theta)]
+        for p, part in zip(own, parts(g)):
+            p.grad = part
+        copied = copy.deepcopy(model, {id(p): mine for p, mine in zip(named.values(), own)})
+        return lambda x, y, w: (F.cross_entropy(copied(x), y, reduction="none") * w).sum()
+
+    loss.logits, loss.private = logits, private
     return torch.cat([p.detach().reshape(-1) for p in named.values()]), loss
-
-
-def _private_loss(model, parts):
-    """loss.private of `flatten`. functional_call swaps the parameters of the one module there is, for one thread at a
-    time and in every call; a loop over clients is better off with a module for each client, whose parameters lie in its
-    theta and their gradients in its g.
-    """
-    position = {id(p): j for j, p in enumerate(model.parameters())}            # tied parameters have one
-    slots = [(path, name, position[id(p)]) for path, module in model.named_modules()
-             for name, p in module._parameters.items() if p is not None]
-    bare = copy.deepcopy(model)
-    for path, name, _ in slots:
-        delattr(bare.get_submodule(path), name)
-
-    def private(theta, g):
-        own, tensors = copy.deepcopy(bare), [part.detach().requires_grad_() for part in parts(theta)]
-        for tensor, part in zip(tensors, parts(g)):
-            tensor.grad = part
-        for path, name, j in slots:
-            setattr(own.get_submodule(path), name, tensors[j])
-        return lambda x, y, w: (F.cross_entropy(own(x), y, reduction="none") * w).sum()
-    return private
 
 
 def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, Y: Tensor, idx: Tensor, w: Tensor,
               lr: float, weight_decay: float = 0.0, clip: float = float("inf"), mode: str = "auto",
               chunk: Optional[int] = None, augment: Optional[Callable] = None, draws: Optional[Tensor] = None,
-              compiled: bool = False) -> tuple[Tensor, Tensor]:
+              compiled: int = 0) -> tuple[Tensor, Tensor]:
     """K steps of SGD of every client of the cohort, each from omega, with the affine term of this file's head:
 
         g = grad f_i(theta) + rho_i theta + b_i;   theta <- theta - lr (min(1, clip / ||g||) g + weight_decay theta)
@@ -251,7 +235,8 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
     mode     `loop`: one client after another, on as many threads as torch has (CPU); `vmap`: all clients in one
              batched step (CUDA), at most `chunk` at once; `auto` picks. The same result to rounding
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
-    compiled torch.compile for the batched step: once per shape, replayed as a CUDA graph
+    compiled if not 0, torch.compile for the batched step: once per shape, replayed as a CUDA graph; `vmap` then fills the
+             clients up to a multiple of this number, for cohorts whose size changes from round to round
     Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
     Raises ValueError for another mode.
     """
@@ -278,20 +263,21 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
         theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(client, range(m)))
         return torch.stack(theta_i), torch.stack(loss_i)
 
-    step, chunk = _compiled_step() if compiled else _step, chunk or m
-    theta_i, loss_i = [], []
-    lr = omega.new_tensor(lr)                                                   # a number would be compiled in
+    step, fill = (_compiled_step(), compiled) if compiled else (_step, 1)
+    chunk, theta_i, loss_i = chunk or m, [], []
+    lr, weight_decay, clip = (omega.new_full((), x) for x in (lr, weight_decay, clip))      # numbers would be compiled in
     for start in range(0, m, chunk):
-        j = slice(start, min(m, start + chunk))
+        mine = min(chunk, m - start)
+        j = (start + torch.arange(-(-mine // fill) * fill, device=idx.device)).clamp(max=m - 1)    # filled up with the last client
         x, y, w_j = batch(slice(None), j)                                       # (K, m, B, ...)
-        theta, losses = omega.repeat(len(rho[j]), 1), torch.zeros_like(rho[j])  # (m, d), (m,)
+        rho_j, b_j, theta, losses = rho[j], b[j], omega.repeat(len(j), 1), omega.new_zeros(len(j))
         for k in range(len(idx)):
-            theta, value = step(loss, theta, rho[j], b[j], x[k], y[k], w_j[k], lr, weight_decay, clip)
+            theta, value = step(loss, theta, rho_j, b_j, x[k], y[k], w_j[k], lr, weight_decay, clip)
             losses = losses + value
             if compiled:
                 theta = theta.clone()           # the next replay writes where this one did
-        theta_i.append(theta)
-        loss_i.append(losses)
+        theta_i.append(theta[:mine])
+        loss_i.append(losses[:mine])
     return torch.cat(theta_i), torch.cat(loss_i)
 
 

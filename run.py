@@ -9,12 +9,14 @@ import argparse
 import ctypes
 import dataclasses
 import datetime
+import fcntl
 import hashlib
 import inspect
 import json
 import math
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -48,7 +50,7 @@ WEIGHT_DECAY = {"fedprox": 1e-5}        # the paper's; every other method 1e-3
 VECTORS = {"fedavg": (0, 1, 1), "fedprox": (0, 1, 1), "scaffold": (1, 2, 2), "feddyn": (1, 1, 1), "feddc": (2, 2, 2),
            "fedvra": (1, 1, 1), "feddisco": (1, 1, 1), "state": (2, 2, 2), "last": (2, 2, 1), "none": (1, 1, 1)}
 # Flags that change no number of a run: they are no part of what makes it this run and not another.
-NOT_SETTINGS = {"algo", "seed", "seeds", "data_dir", "device", "state_device", "mode", "chunk", "no_compile", "out", "resume",
+NOT_SETTINGS = {"algo", "given", "seed", "seeds", "data_dir", "device", "state_device", "mode", "chunk", "no_compile", "out", "resume",
                 "stop_after", "stop_at_target", "target_acc", "checkpoint_every", "show_split"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "seconds")     # of log.csv
 LOCKS, INTERRUPTED = [], []             # lock files held open; signals that have come in
@@ -93,7 +95,7 @@ def add_hyper_flags(parser):
         if not options:
             options = dict(type=number_or_auto if users[0][1].default == "auto" else number(float, 0), metavar=name.upper())
         preset = "; alpha also by data set" if name == "alpha" else ""
-        group.add_argument(flag(name), default=argparse.SUPPRESS, help=f"default: {default}{preset}", **options)
+        group.add_argument(flag(name), help=f"default: {default}{preset}", **options)
 
 
 def flag(name):
@@ -102,7 +104,7 @@ def flag(name):
 
 def parse(argv):
     """Flags to settings, every preset filled in; one line and exit code 2 for what is not accepted."""
-    parser = argparse.ArgumentParser(prog="run.py", allow_abbrev=False, description=__doc__.splitlines()[0],
+    parser = argparse.ArgumentParser(prog="run.py", allow_abbrev=False, description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: stop(2, message)
     positive, count = number(float, 0, low_open=True), number(int, 1)
@@ -114,11 +116,10 @@ def parse(argv):
     add("--letters", type=number(int, 1, 26), default=10, help="emnist: the first so many letters")
     add("--data-dir", default="data", help="folder of the data sets, in torchvision's layout")
     add("--augment", choices=("auto", "none"), default="auto", help="auto: flips and shifts for cifar10 and cifar100")
-    add("--model", choices=models.MODELS, help="default: by data set", default=argparse.SUPPRESS)
-    add("--hidden", type=count, nargs="+", default=argparse.SUPPRESS,
-        help="fcn: sizes of the hidden layers (default: by data set)")
+    add("--model", choices=models.MODELS, help="default: by data set")
+    add("--hidden", type=count, nargs="+", help="fcn: sizes of the hidden layers (default: by data set)")
     add("--num-clients", type=count, default=100, help="N")
-    add("--participation", type=number(float, 0, 1, True), default=argparse.SUPPRESS, help="p (default: by data set)")
+    add("--participation", type=number(float, 0, 1, True), help="p (default: by data set)")
     add("--sampling", choices=data.SAMPLINGS, default="fixed",
         help="fixed: max(1, round(p N)) clients a round; bernoulli: each with probability p")
     add("--partition", choices=data.PARTITIONS, default="dirichlet")
@@ -126,33 +127,31 @@ def parse(argv):
     add("--unbalanced-sigma", type=number(float, 0), default=0.0, help="log-normal client sizes (iid, dirichlet)")
     add("--min-samples", type=count, default=1, help="least samples of a client")
     add("--shards", type=count, default=2, help="shards: how many a client gets")
-    add("--rounds", type=count, default=argparse.SUPPRESS,
-        help="T; the gate's horizon depends on it (default: by data set and clients)")
+    add("--rounds", type=count, help="T; the gate's horizon depends on it (default: by data set and clients)")
     add("--local-epochs", type=number(int, 1, 10_000), default=5, help="E")
     add("--batch-size", type=count, default=50, help="B")
     add("--lr", type=number(float, 1e-12), default=0.1, help="eta")
     add("--lr-decay", type=number(float, 0, 1, True), default=0.998, help="a round")
-    add("--weight-decay", type=number(float, 0), default=argparse.SUPPRESS, help="(default: 0.001; fedprox 1e-05)")
+    add("--weight-decay", type=number(float, 0), help="(default: 0.001; fedprox 1e-05)")
     add("--clip", type=positive, default=10.0, help="norm at which a client's gradient is clipped")
-    add("--seed", type=number(int, 0, 2 ** 32 - 1), default=argparse.SUPPRESS, help="of all randomness (default: 0)")
-    add("--seeds", type=number(int, 0, 2 ** 32 - 1), nargs="+", default=argparse.SUPPRESS,
-        help="several runs a method; mean and std at the end")
+    add("--seed", type=number(int, 0, 2 ** 32 - 1), help="of all randomness (default: 0)")
+    add("--seeds", type=number(int, 0, 2 ** 32 - 1), nargs="+", help="several runs a method; mean and std at the end")
     add("--eval-every", type=count, default=1, help="rounds between evaluations on the test set")
-    add("--target-acc", type=number(float, 0, 100), default=argparse.SUPPRESS, help="percent (default: the paper's, by data set)")
-    add("--stop-at-target", action="store_true", help="end a run at the first round that reaches --target-acc")
-    add("--stop-after", type=count, help="end after so many rounds; T stays", default=argparse.SUPPRESS)
+    add("--target-acc", type=number(float, 0, 100), help="percent (default: the paper's, by data set)")
+    add("--stop-at-target", action="store_true", default=False, help="end a run at the first round that reaches --target-acc")
+    add("--stop-after", type=count, help="end after so many rounds; T stays")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:K")
     add("--mode", choices=("auto", "loop", "vmap"), default="auto",
         help="loop: client after client (CPU); vmap: all at once (CUDA)")
-    add("--chunk", type=count, help="vmap: at most so many clients at once", default=argparse.SUPPRESS)
-    add("--no-compile", action="store_true", help="CUDA: run the batched step as it is, without torch.compile")
-    add("--tf32", action="store_true", help="CUDA: matrix products with 10 bits of mantissa")
+    add("--chunk", type=count, help="vmap: at most so many clients at once")
+    add("--no-compile", action="store_true", default=False, help="CUDA: run the batched step as it is, without torch.compile")
+    add("--tf32", action="store_true", default=False, help="CUDA: matrix products with 10 bits of mantissa")
     add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: keep the per-client rows in host memory")
     add("--out", default="runs", help="folder of the results")
-    add("--resume", action="store_true", help="go on with runs that were interrupted")
-    add("--checkpoint-every", type=count, default=argparse.SUPPRESS,
+    add("--resume", action="store_true", default=False, help="go on with runs that were interrupted")
+    add("--checkpoint-every", type=count,
         help="rounds between checkpoints (default: 10, or more where they would take over 4 %% of the time)")
-    add("--show-split", action="store_true", help="print each client's label counts")
+    add("--show-split", action="store_true", default=False, help="print each client's label counts")
     add_hyper_flags(parser)
 
     # `-` and `_` both work in the name of a flag
@@ -177,12 +176,10 @@ def parse(argv):
     preset = PRESETS.get(args.dataset, PRESETS["mnist"])
     if "hidden" in vars(args) and getattr(args, "model", preset["model"]) != "fcn":
         stop(2, f"--hidden: belongs to --model fcn, not to {getattr(args, 'model', preset['model'])}")
-    for name in ("model", "hidden", "participation", "target_acc"):
-        vars(args).setdefault(name, preset[name])
-    vars(args).setdefault("rounds", nearest(preset["rounds"], args.num_clients))
+    defaults = dict(preset, rounds=nearest(preset["rounds"], args.num_clients), chunk=None, checkpoint_every=None)
+    for name in defaults.keys() - {"alpha"}:
+        vars(args).setdefault(name, defaults[name])
     vars(args).setdefault("stop_after", args.rounds)
-    vars(args).setdefault("chunk", None)
-    vars(args).setdefault("checkpoint_every", None)
     if not 1e-30 < args.lr * args.lr_decay ** (args.rounds - 1):
         stop(2, f"--lr-decay {args.lr_decay}: the learning rate of round {args.rounds} would vanish; use a larger one")
     args.out = os.path.expanduser(args.out)
@@ -240,19 +237,15 @@ def run_folder(settings, args):
 
 def cuda_or_cpu(args, local_rank):
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         stop(2, f"--device {args.device}: use auto, cpu, cuda or cuda:K")
+    device = torch.device(name)
     if device.type == "cuda":
-        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device.index is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             stop(2, f"--device {args.device}: each of several processes needs a device of its own; use cuda")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
-        if device.index >= found:
-            stop(2, f"--device {args.device}: {device} is needed, this machine has {found} CUDA devices; "
+        if device.index >= torch.cuda.device_count():
+            stop(2, f"--device {args.device}: {device} is needed, this machine has {torch.cuda.device_count()} CUDA devices; "
                     "use cpu, or fewer processes")
     return device
 
@@ -260,12 +253,9 @@ def cuda_or_cpu(args, local_rank):
 @torch.no_grad()
 def evaluate(logits, theta, X, Y, batch=2000):
     """Accuracy in percent and mean cross-entropy of the model theta (d,) on (X, Y), over all processes' shares."""
-    loss_i, right_i = [], []
-    for x, y in zip(X.split(batch), Y.split(batch)):
-        out = logits(theta, x)                                                  # (B, classes)
-        loss_i.append(torch.nn.functional.cross_entropy(out, y, reduction="none"))
-        right_i.append((out.argmax(dim=1) == y).to(out.dtype))
-    loss, right, n = total(torch.cat(loss_i), torch.cat(right_i), torch.ones_like(torch.cat(loss_i)))
+    out = torch.cat([logits(theta, x) for x in X.split(batch)])                 # (n, classes)
+    loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
+    loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
     return 100 * right / n, loss / n
 
 
@@ -284,18 +274,25 @@ def simulate(settings, args, dataset, device):
     s = {"omega": omega.to(device)}
     settings = dict(settings, split=hashlib.sha256(np.concatenate([clients["n"], *clients["parts"]]).tobytes()).hexdigest()[:8])
 
-    announce(algo, seed, settings, omega, clients["n"], args, device, rank)
-    plan_round(settings, clients, 1, rank, W, device, omega.dtype)      # refuses what cannot be drawn, before anything is written
+    announce(algo, seed, settings, omega, clients["n"], args, device, rank, W)
+    data.sample_clients(len(clients["n"]), settings["participation"], settings["sampling"], seed, 1)    # refuses, before anything is written
 
     folder = run_folder(settings, args)
-    log, finished = share(open_run(folder, settings, args, device) if rank == 0 else None)
+    box = [open_run(folder, settings, args, device) if rank == 0 else None]
+    if W > 1:
+        dist.broadcast_object_list(box)
+    log, finished = box[0]
     if rank == 0 and args.show_split:
         show_split(clients["labels"], folder)
     if finished:
         return finished
     rows_device = torch.device("cpu") if args.state_device == "cpu" else device
     if log:
-        s = load_rows(folder / "checkpoint.pt", rank, W, device, rows_device)
+        *_, state = load_checkpoint(folder / "checkpoint.pt")
+        s = {name: x[rank::W].clone().to(rows_device) if name.endswith("_i") else x.to(device) for name, x in state.items()}
+    compiled = 0 if device.type != "cuda" or args.no_compile else 1
+    if W > 1 or settings["sampling"] == "bernoulli":    # the clients here change in number: let few sizes be compiled
+        compiled *= 8
     warned, first, began, saving = set(), len(log) + 1, time.perf_counter(), 0.0
 
     while not done(log, args):
@@ -306,7 +303,7 @@ def simulate(settings, args, dataset, device):
         def train(rho, b):
             theta_i, seen["loss_i"] = local_sgd(
                 loss, s["omega"], rho, b, X, Y, lr=r.lr, weight_decay=settings["weight_decay"], clip=settings["clip"],
-                mode=args.mode, chunk=args.chunk, compiled=device.type == "cuda" and not args.no_compile, **batches)
+                mode=args.mode, chunk=args.chunk, compiled=compiled, **batches)
             seen["steepest"] = largest(r.lr * rho)      # on a flat direction a step multiplies by 1 - this
             return theta_i
 
@@ -316,7 +313,7 @@ def simulate(settings, args, dataset, device):
             out = ALGORITHMS[algo](s, r, train, **settings["hyper"])
 
         due = t % (args.checkpoint_every or 10) == 0 and (args.checkpoint_every or saving <= 0.04 * (time.perf_counter() - began))
-        signals = r.K_i.new_tensor([max(INTERRUPTED, default=0), bool(due)])
+        signals = (r.K_i.new_full((), float(x)) for x in (max(INTERRUPTED, default=0), due))    # filled there: no copy to wait for
         worst = torch.stack([seen["steepest"], largest(out.pop("gain", r.K_i[:0])), *signals])
         if W > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -330,7 +327,8 @@ def simulate(settings, args, dataset, device):
         log.append(row)
 
         if rank == 0:
-            append(folder / "log.csv", row)
+            with open(folder / "log.csv", "a") as file:
+                file.write(csv_line(row) + "\n")
             progress(algo, seed, row, min(T, args.stop_after), (time.perf_counter() - began) / (t - first + 1))
             warn(algo, t, steepest, gain, warned)
         if not all(map(math.isfinite, values)):
@@ -398,7 +396,9 @@ def with_rows_on_host(method, s, r, train, hyper, device):
     out = method(there, dataclasses.replace(r, num_rows=len(i), i=torch.arange(len(i), device=device)), train, **hyper)
     for name, x in there.items():
         if name.endswith("_i"):
-            s.setdefault(name, torch.zeros(r.num_rows, *x.shape[1:], dtype=x.dtype))[i] = x.cpu()
+            if name not in s:
+                s[name] = torch.zeros(r.num_rows, *x.shape[1:], dtype=x.dtype)
+            s[name][i] = x.cpu()
         else:
             s[name] = x
     return out
@@ -450,47 +450,43 @@ def open_run(folder, settings, args, device):
         write_log(folder / "log.csv", [])
         write_json(folder / "config.json", config)
         return [], None
-    before = read_json(folder / "config.json", "settings")["settings"]
-    for name in {*before, *config["settings"]}:
-        if before.get(name) != config["settings"].get(name):
-            stop(2, f"{folder}: holds a run with {name} {before.get(name)}, not {config['settings'].get(name)}; "
-                    "choose another --out")
-    log = read_log(folder / "log.csv")
-    if (folder / "summary.json").exists():
-        summary = read_json(folder / "summary.json", "round")
-        log_then = log[:summary["round"]]
-        if summary.get("diverged"):
-            print(f"run.py: {folder}: diverged at round {summary['diverged']} when it was run", file=sys.stderr)
-            return log_then, summary
-        if log_then and done(log_then, args):
-            print(f"{folder}: finished at round {len(log_then)}, nothing to do")
-            return log_then, summarise(log_then, args.target_acc)
+    if read_json(folder / "config.json", "settings")["settings"] != config["settings"]:
+        stop(2, f"{folder}: its config.json is of other settings; choose another --out, or remove the folder")
+    log, summary = read_log(folder / "log.csv"), folder / "summary.json"
+    if summary.exists():
+        diverged = read_json(summary, "round").get("diverged")
+        if diverged and log:
+            print(f"run.py: {folder}: diverged at round {diverged} when it was run", file=sys.stderr)
+            return log, dict(summarise(log, args.target_acc), diverged=diverged)
+        if log and done(log, args):
+            print(f"{folder}: finished at round {len(log)}, nothing to do")
+            return log, summarise(log, args.target_acc)
     if not args.resume:
         stop(2, f"{folder}: holds an unfinished run of these settings (round {len(log)}); add --resume to go on, "
                 "or choose another --out")
-    t = checkpoint_round(folder / "checkpoint.pt", config["settings"])
+    checkpoint, t = folder / "checkpoint.pt", 0
+    if checkpoint.exists():
+        its_settings, t, _ = load_checkpoint(checkpoint)
+        if its_settings != config["settings"]:
+            stop(2, f"{checkpoint}: is of other settings than its folder; remove it to start that run again")
     if len(log) < t:
         stop(1, f"{folder}: log.csv ends at round {len(log)}, before its checkpoint of round {t}; "
                 "remove the folder to start that run again")
-    if t == 0 and (folder / "summary.json").exists():
+    if t == 0 and summary.exists():
         stop(1, f"{folder}: its checkpoint.pt is missing; remove the folder to start that run again")
     if t == 0 and log:
         print(f"{folder}: stopped before its first checkpoint, starts again at round 1")
-    log = log[:t]
-    write_log(folder / "log.csv", log)
-    return log, None
+    summary.unlink(missing_ok=True)         # so that one never stands beside rounds it does not know of
+    write_log(folder / "log.csv", log[:t])
+    return log[:t], None
 
 
 def lock(folder):
     """Refuse a second run in the folder; the lock goes with the process."""
-    try:
-        import fcntl
-    except ImportError:         # Windows has no flock
-        return
     LOCKS.append(open(folder / ".lock", "w"))
     try:
         fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         stop(2, f"{folder}: another process is running in it")
 
 
@@ -530,11 +526,6 @@ def csv_line(row):
     return ",".join("" if row[name] is None else repr(row[name]) for name in COLUMNS)
 
 
-def append(path, row):
-    with open(path, "a") as file:
-        file.write(csv_line(row) + "\n")
-
-
 def read_log(path):
     """The rows of log.csv up to the first that is not whole; an empty field is None."""
     log = []
@@ -553,14 +544,12 @@ def save_rows(path, s, settings, t, rank, W):
     """Checkpoint: the whole state, rows gathered from all processes (client i lives on rank i mod W), by rank 0."""
     N, whole = settings["num_clients"], {}
     for name, x in s.items():
-        if not name.endswith("_i"):
-            whole[name] = x
-        elif W == 1:
+        if W == 1 or not name.endswith("_i"):
             whole[name] = x
         elif rank > 0:
             dist.send(x, 0)
         else:
-            whole[name] = x.new_empty(N, *x.shape[1:])
+            whole[name] = torch.empty(N, *x.shape[1:], dtype=x.dtype)       # in host memory: a GPU may not hold all rows
             whole[name][0::W] = x
             for source in range(1, W):
                 part = x.new_empty(len(range(source, N, W)), *x.shape[1:])
@@ -581,22 +570,6 @@ def load_checkpoint(path):
         stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove it to start that run again")
 
 
-def checkpoint_round(path, settings):
-    """The round after which the checkpoint was taken; 0 if there is none."""
-    if not path.exists():
-        return 0
-    its_settings, t, _ = load_checkpoint(path)
-    if its_settings != settings:
-        stop(2, f"{path}: is of other settings than its folder; remove it to start that run again")
-    return t
-
-
-def load_rows(path, rank, W, device, rows_device):
-    """This process's share of a checkpoint's state."""
-    _, _, state = load_checkpoint(path)
-    return {name: x[rank::W].clone().to(rows_device) if name.endswith("_i") else x.to(device) for name, x in state.items()}
-
-
 def named(model, omega):
     """The flat vector as the state_dict of its torch module."""
     torch.nn.utils.vector_to_parameters(omega, model.parameters())
@@ -605,13 +578,13 @@ def named(model, omega):
 
 # ---- what the user sees ---------------------------------------------------------------------------------------
 
-def announce(algo, seed, settings, omega, n, args, device, rank):
+def announce(algo, seed, settings, omega, n, args, device, rank, W):
     """One line on what the run keeps and sends; ends the program if the rows cannot fit."""
     bytes_of_d = omega.numel() * omega.element_size()
     kept, down, up = VECTORS.get(settings["hyper"].get("correction", algo), (0, 1, 1))
     rows = kept * len(n) * bytes_of_d
     if device.type == "cuda" and args.state_device == "auto":
-        room = torch.cuda.get_device_properties(device).total_memory
+        room = W * torch.cuda.get_device_properties(device).total_memory     # each process has a device of its own
     else:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if rows > room:
@@ -640,11 +613,11 @@ def warn(algo, t, steepest, gain, warned):
     """Say once that a step along a flat direction overshoots, or that the memory feeds back too strongly."""
     advice = ("--gate-shape clip or a smaller --alpha" if algo == "fedssg" else
               "a smaller --alpha, --mu, --gamma or --lr; small clients have the largest")
-    for name, what, value, limit in (("steepest", "eta_t * max rho_i", steepest, 1), ("gain", "phi eta K alpha", gain, 2)):
-        if value > limit and name not in warned:
-            warned.add(name)
-            effect = "clients overshoot" if name == "steepest" else "the memory h_i overshoots"
-            print(f"warning: {algo} round {t}: {what} is {value:.2f}, above {limit}: {effect}; try {advice}", file=sys.stderr)
+    for what, value, limit, who in (("eta_t * max rho_i", steepest, 1, "clients overshoot"),
+                                    ("phi eta K alpha", gain, 2, "the memory h_i overshoots")):
+        if value > limit and what not in warned:
+            warned.add(what)
+            print(f"warning: {algo} round {t}: {what} is {value:.2f}, above {limit}: {who}; try {advice}", file=sys.stderr)
 
 
 def show_split(label_counts, folder):
@@ -696,6 +669,7 @@ def main(argv=None):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.backends.cudnn.deterministic = True       # else a resumed run is not the straight one, bit for bit
     if W > 1:
         try:        # with --state-device cpu, checkpoints gather rows from host memory
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -703,7 +677,7 @@ def main(argv=None):
             stop(1, f"WORLD_SIZE is {W}, but the processes cannot meet ({str(error).splitlines()[0]}); start them by torchrun")
         if device.type == "cpu":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+            torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", W))))
     try:
         if local_rank > 0:      # the first process of a machine may have to download
             dist.barrier()
@@ -726,7 +700,9 @@ def main(argv=None):
     except OSError as error:
         stop(1, f"{error.filename or args.out}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:    # torch says "not enough memory" by a RuntimeError
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if type(error).__module__.startswith("torch._"):    # torch._dynamo, torch._inductor: no compiler, say
+            stop(1, f"torch.compile failed ({str(error).strip().splitlines()[0]}); --no-compile runs without it")
+        if not isinstance(error, MemoryError) and "to allocate" not in str(error):
             raise
         stop(1, "out of memory; use fewer clients, a smaller --model or --hidden, fewer --local-epochs, or --chunk")
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -749,14 +725,6 @@ def interrupt(signum, frame):
     """Ctrl-C or SIGTERM: end at the end of the round; a second one ends at once."""
     INTERRUPTED.append(signum)
     signal.signal(signum, signal.SIG_DFL)
-
-
-def share(content):
-    """Rank 0's content on every process."""
-    box = [content]
-    if dist.is_initialized():
-        dist.broadcast_object_list(box)
-    return box[0]
 
 
 if __name__ == "__main__":

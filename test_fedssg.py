@@ -581,12 +581,28 @@ def test_total_does_not_depend_on_the_order():
 def test_compiled_step_equals_loop():
     """torch.compile of the batched step, on clients of unequal size, every method (and each form of FedSSG), three rounds."""
     for method in METHODS.values():
-        plays = [play(method, classify(**how), cohorts(3, 3)) for how in (dict(mode="loop"), dict(mode="vmap", compiled=True))]
+        plays = [play(method, classify(**how), cohorts(3, 3)) for how in (dict(mode="loop"), dict(mode="vmap", compiled=2))]
         assert_same(*plays, tolerance=1e-9)
 
 
+def test_the_step_is_compiled_once_per_shape(monkeypatch):
+    """Not once per run, rate, weight decay or clip; and cohorts filled up to one size count as one shape."""
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([x.device.type + str(x.dim()) for x in inputs if torch.is_tensor(x)])
+        return graph.forward
+    torch.compiler.reset()
+    monkeypatch.setattr(fedssg_module, "_compiled_step", lambda step=torch.compile(fedssg_module._step, backend=backend): step)
+    for m, lr, weight_decay, clip, compiled in ((4, 0.5, 1e-2, 2.0, 1), (3, 0.4, 1e-5, 3.0, 4), (1, 0.1, 0.0, math.inf, 4)):
+        loop, filled = (list(play(fedavg, classify(lr=lr, weight_decay=weight_decay, clip=clip, **how), cohorts(m, 2)))
+                        for how in (dict(mode="loop"), dict(mode="vmap", compiled=compiled)))
+        assert_same(loop, filled, tolerance=1e-9)
+    assert len(shapes) == 1
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.parametrize("how", [dict(mode="loop"), dict(mode="vmap"), dict(mode="vmap", chunk=2), dict(mode="vmap", compiled=True)])
+@pytest.mark.parametrize("how", [dict(mode="loop"), dict(mode="vmap"), dict(mode="vmap", chunk=2), dict(mode="vmap", compiled=1)])
 def test_cuda_equals_cpu(how):
     """local_sgd on the GPU in each mode, against the loop on the CPU, in float64."""
     problem = classify()
@@ -1456,6 +1472,26 @@ def test_refused_for_the_memory(tiny, tmp_path, capsys, monkeypatch):
     assert start(tiny, tmp_path) == 2 and one_line(capsys, "--num-clients 10") and runs_in(tmp_path).keys() == {"fedavg"}
 
 
+@pytest.mark.parametrize("error, says", [("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes", "out of memory"),
+                                         ("CUDA error: an illegal memory access was encountered", None)])
+def test_memory_that_is_out_and_memory_that_is_not(error, says, tiny, tmp_path, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError(error)
+    monkeypatch.setattr(run, "local_sgd", fails)
+    if says is None:
+        with pytest.raises(RuntimeError):       # a fault: its traceback is wanted
+            start(tiny, tmp_path)
+    else:
+        assert start(tiny, tmp_path) == 1 and one_line(capsys, says)
+
+
+def test_no_compiler(tiny, tmp_path, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise torch._dynamo.exc.BackendCompilerFailed(fails, RuntimeError("Failed to find C compiler"), None)
+    monkeypatch.setattr(run, "local_sgd", fails)
+    assert start(tiny, tmp_path) == 1 and one_line(capsys, "--no-compile")
+
+
 @pytest.mark.parametrize("damage, says", [("absent", "no such file"), ("cut", "cut short"), ("text", ".npz"), ("pickle", "plain numbers")])
 def test_bad_data_file(damage, says, tiny, tmp_path, capsys):
     bad, marker = tmp_path / "bad.npz", tmp_path / "ran"
@@ -1626,6 +1662,14 @@ def test_interrupted_and_resumed_is_straight(signum, tiny, tmp_path, monkeypatch
         assert start(tiny, out, "--rounds 9 --resume") == 0 and same(tmp_path / "straight", out, methods=1)
 
 
+def test_no_summary_of_rounds_that_were_gone_beyond(tiny, tmp_path, monkeypatch):
+    assert start(tiny, tmp_path, "--stop-after 2") == 0
+    monkeypatch.setattr(run, "plan_round", lambda settings, clients, t, *more, plan=run.plan_round: 1 / (t < 4) and plan(settings, clients, t, *more))
+    with pytest.raises(ZeroDivisionError):      # killed in round 4
+        start(tiny, tmp_path, "--resume")
+    assert len(log_of(runs_in(tmp_path)["fedssg"])) == 1 + 3 and not (runs_in(tmp_path)["fedssg"] / "summary.json").exists()
+
+
 @pytest.mark.parametrize("damage", [lambda lines: lines[:3], lambda lines: lines[:3] + lines[2:]], ids=["short", "repeated"])
 def test_log_that_does_not_reach_the_checkpoint(damage, tiny, tmp_path, capsys):
     """Rows lost, or one there twice, so that those up to the checkpoint's round are not whole: nothing to go on with silently."""
@@ -1740,6 +1784,7 @@ def test_a_round_never_waits_for_the_device(flags, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "split", lambda _, *more, split=run.split: split(labels, *more))
     monkeypatch.setattr(run, "named", lambda *_: {})
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(len(x)) or [0.0] * len(x) if x.is_meta else tolist(x))
+    monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *_: pytest.fail("copies the host's numbers, which waits as well"))
     with pytest.raises(NotImplementedError):
         torch.ones(1, device="meta").cpu()
     assert start(tiny, tmp_path, f"--mode vmap --checkpoint-every 9 {flags}", "fedssg" if "form" in flags else "all") == 0
@@ -1906,6 +1951,11 @@ def test_every_method_on_the_shapes_of_the_paper(shape, classes, tmp_path, capsy
 
 # ---- what else may have happened to a run's folder ----
 
+def test_a_flag_for_another_method_is_no_part_of_a_run(tiny, tmp_path, capsys):
+    assert start(tiny, tmp_path, "--alpha .2", "fedavg fedssg") == 0 and "finished" not in capsys.readouterr().out
+    assert start(tiny, tmp_path, "", "fedavg") == 0 and "finished" in capsys.readouterr().out
+
+
 def test_changed_data_file_is_another_run(tiny, tmp_path):
     file, contents = tmp_path / "own.npz", dict(np.load(tiny))
     np.savez(file, **contents)
@@ -1940,6 +1990,15 @@ def test_edited_file_is_refused(name, content, stopped, tiny, tmp_path, capsys):
     shutil.copytree(stopped, tmp_path / stopped.name)
     (tmp_path / stopped.name / name).write_text(content, encoding="latin-1")
     assert start(tiny, tmp_path, "--resume") == 1 and one_line(capsys, stopped.name)
+
+
+@pytest.mark.parametrize("name, content", [("config.json", '{"settings": 3}'), ("config.json", '{"settings": ["a"]}'),
+                                           ("summary.json", '{"round": "x"}'), ("summary.json", '{"round": 2, "diverged": 2}')])
+def test_edited_file_ends_well(name, content, stopped, tiny, tmp_path, capsys):
+    capsys.readouterr()
+    shutil.copytree(stopped, tmp_path / stopped.name)
+    (tmp_path / stopped.name / name).write_text(content)
+    assert ends_well(start(tiny, tmp_path, "--resume"), capsys)
 
 
 @pytest.mark.parametrize("change", [dict(round="x"), dict(state={}), dict(settings="not JSON"), dict(state=3)])

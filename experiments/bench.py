@@ -140,7 +140,7 @@ def ours(model, X, Y, parts, cohort):
         local_sgd(loss, omega, b.new_zeros(len(b)), b, X, Y, idx, w, LR, DECAY, CLIP, **how)
 
     rivals = {"loop": lambda: train(mode="loop"), "vmap": lambda: train(mode="vmap")}
-    return rivals | ({"vmap, compiled": lambda: train(mode="vmap", compiled=True)} if X.is_cuda else {})
+    return rivals | ({"vmap, compiled": lambda: train(mode="vmap", compiled=1)} if X.is_cuda else {})
 
 
 def round_of_mnist(args, device):
@@ -222,7 +222,7 @@ def rounds_of_fedssg(device, model, features, hidden, N, m, n_i, rounds):
         idx, w, K_i = (torch.as_tensor(x, device=device) for x in data.schedule(parts, cohort, 0, t, E, B))
         r = Round(t=t, T=rounds, N=N, m=m, p=m / N, lr=LR, lr0=LR, num_rows=N, i=torch.as_tensor(cohort, device=device), K_i=K_i.float(),
                   n_i=w.new_full((m,), n_i), size_i=w.new_ones(m), labels_i=w.new_zeros(m, 10))
-        fedssg(s, r, lambda rho, b: local_sgd(loss, s["omega"], rho, b, X, Y, idx, w, LR, DECAY, CLIP)[0])
+        fedssg(s, r, lambda rho, b: local_sgd(loss, s["omega"], rho, b, X, Y, idx, w, LR, DECAY, CLIP, compiled=int(X.is_cuda))[0])
 
     for t in range(1, rounds + 1):
         times.append(seconds(lambda: one(t)))
@@ -307,6 +307,7 @@ def main():
         parser.error("--device cuda: this machine has no CUDA device; use cpu or auto")
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     torch.set_num_threads(args.threads)
+    torch.backends.cudnn.allow_tf32 = False     # as run.py; matrix products have it off
     if args.case:
         return print(json.dumps(rounds_of_fedssg(device, **args.case)))
     print(machine(device))
