@@ -43,7 +43,7 @@ def mean_by_samples(D_i: Tensor, r: Round) -> Tensor:
 def scaffold(s: State, r: Round, train: Train, *, eta_g: float = 1.0) -> dict:
     """SCAFFOLD with option II, Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1.
 
-    local: grad f_i + c - c_i;   c_i' = c_i - c - D_i / (K_i eta_t);   c += mean_N (c_i' - c_i);   omega += eta_g mean_S D_i
+    local: grad f_i + c - c_i;   c_i' = c_i - c - D_i / (K_i eta_t);   c += (1/N) sum_S (c_i' - c_i);   omega += eta_g mean_S D_i
     eta_t is the rate the steps were made with; the released FedSSG program uses eta_0 here. K_i counts steps, not epochs.
     """
     omega, c_i = s["omega"], rows(s, "c_i", r)
@@ -59,7 +59,7 @@ def scaffold(s: State, r: Round, train: Train, *, eta_g: float = 1.0) -> dict:
 
 
 def feddyn(s: State, r: Round, train: Train, *, alpha: float = 0.01) -> dict:
-    """FedDyn, Acar et al. 2021, arXiv 2111.04263, Algorithm 1, with h_i = -(its gradient state) / alpha.
+    """FedDyn, Acar et al. 2021, arXiv 2111.04263, Algorithm 1, with h_i = -(its gradient state) / alpha_i.
 
     local: f_i + alpha_i/2 ||theta - (omega - h_i)||^2;   h_i += D_i;   omega += mean_S D_i + mean_N h_i;   alpha_i = alpha/size_i
     """
@@ -78,6 +78,7 @@ def feddyn(s: State, r: Round, train: Train, *, alpha: float = 0.01) -> dict:
 def feddc(s: State, r: Round, train: Train, *, alpha: float = 0.1) -> dict:
     """FedDC, Gao et al. 2022, arXiv 2203.11751, Algorithm 1: FedDyn's alignment and SCAFFOLD's correction.
 
+    The correction, printed as <theta, last D_i - last step of omega> / (eta K), is kept as c - c_i, as its authors' program does.
     local: f_i + alpha_i/2 ||theta - (omega - h_i)||^2 + <c - c_i, theta>;   c_i, c as SCAFFOLD;   h_i, omega as FedDyn
     """
     omega, h_i, c_i = s["omega"], rows(s, "h_i", r), rows(s, "c_i", r)
@@ -102,7 +103,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
     local: f_i + <lambda_i, theta - omega> + gamma/2 ||theta - omega||^2;   lambda_i += a gamma D_i (cohort only)
     omega += d/N sum_S D_i + mean_N h_i
-    auto: d = 1/p, unbiased under client sampling; a = min(1/(gamma kappa), 1/p), gamma kappa = 1 - (1 - eta_0 gamma)^K_i:
+    auto: d = 1/p, unbiased under client sampling; a = min(1/(1 - (1 - eta_0 gamma)^K_i), 1/p):
     K_i steps then change the memory as a = 1 would after an exact local solve on a flat loss; the cap keeps the clients'
     common direction stable when many take part (at p = 1 this is FedDyn). a = 1 if gamma is 0. The FedSSG paper states
     gamma 0.1, a 7, d 10: with a 7 the memory overshoots, see the README. The released FedSSG program's FedVRA is FedDyn
@@ -141,7 +142,7 @@ def disco_weights(r: Round, a: float, b: float) -> Tensor:
 
 def feddisco(s: State, r: Round, train: Train, *, alpha: float = 0.01, disco_a: float = 0.5, disco_b: float = 0.1,
              base: Literal["feddyn", "fedavg"] = "feddyn") -> dict:
-    """FedDisco, Ye et al. 2023, arXiv 2305.19229: the cohort's mean weighted by how far a client's labels are from uniform.
+    """FedDisco, Ye et al. 2023, arXiv 2305.19229: the farther a client's labels are from uniform, the less it weighs.
 
     The FedSSG paper builds it on FedDyn: omega += sum_S disco_i D_i + mean_N h_i, the rest as `feddyn`.
     base `fedavg`: no alignment and no memory, omega += sum_S disco_i D_i.

@@ -37,10 +37,11 @@ def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
 def load(name: str, data_dir: str = "data", device="cpu", *, letters: int = 10) -> tuple:
     """Return (x_train, y_train, x_test, y_test, classes), whole sets on `device`.
 
-    x: (n, channels, H, W), default dtype; y: (n,) int64 from 0. Bytes are divided by 255, then normalised: MNIST
-    by 0.1307/0.3081, the others by mean and std per channel of the training set. `name` may be the path of one's
-    own .npz file, see `_read_npz`. `emnist` is the letters split, its first `letters` (1..26) letters. `data_dir`
-    is laid out as torchvision does; missing files are downloaded: by one process, before others load.
+    x: (n, channels, H, W), or (n, features) from an .npz of plain vectors; default dtype. y: (n,) int64 from 0. Bytes
+    are divided by 255, then normalised: MNIST by 0.1307/0.3081, the others by mean and std per channel of the training
+    set; floats stay as they are. `name` may be the path of one's own .npz file, see `_read_npz`. `emnist` is the
+    letters split, its first `letters` (1..26) letters. `data_dir` is laid out as torchvision does; missing files are
+    downloaded: by one process, before others load.
     Raises ValueError (unknown name, damaged file) or FileNotFoundError (no data, no download), one line each.
     """
     if name not in DATASETS and not name.endswith(".npz"):
@@ -317,9 +318,10 @@ def sample_clients(num_clients: int, participation: float, how: str, seed: int, 
 def schedule(parts, clients, seed: int, t: int, epochs: int, batch_size: int) -> tuple:
     """Mini-batches of round t for `clients` (any subset, also none) -> (idx, w, K_i).
 
-    parts: the index arrays of all clients. K_i (m,) int64: epochs * ceil(n_i / B) steps, B = min(batch_size,
-    largest n_i of all). idx (K, m, B) int64: samples; w (K, m, B) float32: 1, or 0 for padding (idx 0) in an epoch's
-    last, smaller batch and after K_i. Each epoch is a new permutation; it depends on (seed, t, client) alone.
+    parts: the index arrays of all clients. m = len(clients), K = the largest K_i. K_i (m,) int64: epochs * ceil(n_i / B)
+    steps, B = min(batch_size, largest n_i of all clients). idx (K, m, B) int64: samples; w (K, m, B) float32: 1, or 0
+    for padding (idx 0) in an epoch's last, smaller batch and after K_i. Each epoch is a new permutation; it depends on
+    (seed, t, client) alone.
     """
     n_i = np.array([len(parts[i]) for i in clients], np.int64)
     B = min(batch_size, max(map(len, parts)))   # the same for any clients: sums over a batch round alike
@@ -335,7 +337,7 @@ def schedule(parts, clients, seed: int, t: int, epochs: int, batch_size: int) ->
 
 
 def augment_draws(clients, K_i, w, seed: int, t: int) -> np.ndarray:
-    """(K, m, B, 3) int64: flip in {0, 1} and shift dy, dx in 0..8 for `augment`, each with probability 1/2.
+    """(K, m, B, 3) int64 for `augment`: flip, 1 with probability 1/2; dy, dx, with probability 1/2 uniform in 0..8, else 4, 4.
 
     clients, K_i, w: as given to and by `schedule`. A client draws for its own K_i steps of its own batch size, so
     its draws do not depend on the other clients; the rest is (0, 4, 4): unchanged.

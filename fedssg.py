@@ -56,8 +56,10 @@ def gate(count_i: Tensor, r: "Round", *, ratio: str = "horizon", shape: str = "i
          beta: float = 0.0, eps: float = 1e-6) -> Tensor:
     """The expectation gate phi_i = scale * g(observed / expected participations) + beta; (m,) -> (m,).
 
-    ratio  `running`: expected p t, Eq. (5); `horizon`: expected p T, xi_i of Algorithm 1; `off`: the ratio is 1.
-    shape  g = `identity` (the paper's default), `clip` to [0, 1], or `logistic` (its two options, Section 2).
+    count_i  participations, this round's included: 1 or more
+    ratio    `running`: expected p t, Eq. (5); `horizon`: expected p T, xi_i of Algorithm 1; `off`: the ratio is 1, so
+             phi_i = scale g(1) + beta
+    shape    g = `identity` (the paper's default), `clip` to [0, 1], or `logistic` (its two options, Section 2)
     Raises ValueError for another ratio or shape.
     """
     if ratio == "off":
@@ -73,7 +75,7 @@ def gate(count_i: Tensor, r: "Round", *, ratio: str = "horizon", shape: str = "i
         ratio_i = torch.sigmoid(ratio_i)
     elif shape != "identity":
         raise ValueError(f"gate shape {shape!r}: use identity, clip or logistic")
-    return scale * ratio_i + beta                                               # Eq. (6), alpha there; Algorithm 1's beta
+    return scale * ratio_i + beta                                               # Eq. (6), its alpha is scale; beta: Algorithm 1
 
 
 def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
@@ -87,7 +89,8 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
     s       the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     r       what is known of this round
     train   runs the cohort's clients: (rho, b) -> theta_i
-    Returns the cohort's mean gate and mean ||h_i||, and the gain of the memory's loop where it can exceed 2.
+    Returns the cohort's means of phi_i, `gate`, and of ||h_i||, `h_norm`; for `inner` also `gain` (m,), phi_i eta K_i alpha_i:
+    its alignment alone multiplies h_i by 1 - gain a participation, so gain must stay below 2.
     Raises ValueError for an unknown gate, alignment or correction.
     """
     omega, h_i, count_i = s["omega"], rows(s, "h_i", r), rows(s, "count_i", r, ())
@@ -97,7 +100,8 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)   # (m,)
     alpha_i = alpha / r.size_i                                                  # (m,)
 
-    # alignment: prox is Eqs. (8), (9), gated; inner is P_i, Eq. (19), not gated (Eq. (10) in (8) would be)
+    # alignment: prox is Eqs. (8) and (9), gated; inner is P_i, Eq. (19), which is not. (8) with the inner product (10) would
+    # be gated, too: not offered
     rho_i, b_i = torch.zeros_like(phi_i), torch.zeros_like(h_i[r.i])            # (m,), (m, d)
     if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
         rho_i = alpha_i * phi_i
@@ -123,7 +127,7 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
     h_i[r.i] += gated_D_i                                                       # Eq. (7)
 
     sums_i = [D_i, gated_D_i, phi_i, h_i[r.i].norm(dim=1)]
-    if correction == "state":       # eta_0, not eta_t: as phi grows, c_i - c would lose its damping
+    if correction == "state":       # eta_0: a round keeps 1 - phi eta_t / eta_0 of c_i; with eta_t, 1 - phi, near -1 at the end
         dc_i = -c - gated_D_i / (r.K_i * r.lr0)[:, None]                        # (m, d)  c_i' - c_i
         c_i[r.i] += dc_i
         sums_i.append(dc_i)
@@ -139,7 +143,7 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
         D_last.copy_(step)
 
     log = {"gate": sum_phi / r.m, "h_norm": sum_norm / r.m}
-    if alignment == "inner":        # h_i's own loop h -> (1 - phi eta K alpha) h needs this below 2
+    if alignment == "inner":
         log["gain"] = phi_i * r.lr * r.K_i * alpha_i                            # (m,)
     return log
 
@@ -148,7 +152,9 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
 
 @dataclass(frozen=True)
 class Round:
-    """What a method may know of round t. Tensors have one entry per cohort member that this process trains."""
+    """What a method may know of round t; the symbols are those of this file's head. Tensors have one entry per cohort
+    member that this process trains and are, but for i, of omega's dtype.
+    """
     t: int
     T: int
     N: int
@@ -174,8 +180,8 @@ def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor
 def total(*x_i: Tensor) -> list[Tensor]:
     """Sum over the cohort, (m, *) -> (*), of each argument: over all processes, in one all-reduce.
 
-    In float64, where a sum of float32 numbers is exact unless their sizes are more than 2^25 apart: so it does not
-    depend on their order, nor the run on the number of processes.
+    In float64, where a sum of m float32 numbers is exact unless the largest is more than 2^29 / m times the smallest:
+    so it does not depend on their order, nor the run on the number of processes.
     """
     sums = [x.sum(dim=0, dtype=torch.float64) for x in x_i]
     if dist.is_available() and dist.is_initialized():
@@ -209,7 +215,9 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
     def loss(theta, x, y, w):
         return (F.cross_entropy(logits(theta, x), y, reduction="none") * w).sum()
 
-    def private(theta, g):      # a copy of the model whose parameters lie in theta, and their gradients in g
+    def private(theta, g):
+        # functional_call swaps the parameters of the one model, which threads must not do at once: so a copy of the
+        # model, whose parameters lie in theta, and their gradients in g
         own = [torch.nn.Parameter(part) for part in parts(theta)]
         for p, part in zip(own, parts(g)):
             p.grad = part
@@ -228,16 +236,18 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
 
         g = grad f_i(theta) + rho_i theta + b_i;   theta <- theta - lr (min(1, clip / ||g||) g + weight_decay theta)
 
-    loss     loss(theta (d,), x, y, w) -> scalar, the samples' losses summed with weights w
+    loss     loss(theta (d,), x, y, w) -> scalar, the samples' losses summed with weights w. `loop` calls it from several
+             threads at once, or loss.private if it has that, see `flatten`
     rho, b   (m,) and (m, d), constant during the round
-    X, Y     the data set; idx, w (K, m, B): the samples of each step, and 1 for a sample, 0 for padding. A client's
-             own steps come first; a step that is all padding leaves it unchanged
-    mode     `loop`: one client after another, on as many threads as torch has (CPU); `vmap`: all clients in one
+    X, Y     the data set, (n, ...) and (n,) int64; idx, w (K, m, B): the samples of each step, and 1 for a sample, 0 for
+             padding. A client's own steps come first; a step that is all padding leaves it unchanged
+    lr, weight_decay, clip   above 0, 0 or more, above 0; the same for all clients. The paper's program: 0.1, 1e-3, 10
+    mode     `loop`: each client by itself, as many at once as torch has threads (CPU); `vmap`: all clients in one
              batched step (CUDA), at most `chunk` at once; `auto` picks. The same result to rounding
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
-    compiled if not 0, torch.compile for the batched step: once per shape, replayed as a CUDA graph; `vmap` then fills the
-             clients up to a multiple of this number, for cohorts whose size changes from round to round
-    Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
+    compiled 0: no. c: `vmap`'s step by torch.compile, once per shape, replayed as a CUDA graph; the cohort is filled up to
+             a multiple of c, so that cohorts of changing size need few compilations
+    Returns theta_i (m, d), detached, and the sum over each client's steps of the mini-batch's mean loss (m,).
     Raises ValueError for another mode.
     """
     if mode == "auto":
@@ -268,7 +278,8 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
     lr, weight_decay, clip = (omega.new_full((), x) for x in (lr, weight_decay, clip))      # numbers would be compiled in
     for start in range(0, m, chunk):
         mine = min(chunk, m - start)
-        j = (start + torch.arange(-(-mine // fill) * fill, device=idx.device)).clamp(max=m - 1)    # filled up with the last client
+        j = torch.arange(start, start + -(-mine // fill) * fill, device=idx.device)
+        j = j.clamp(max=m - 1)                                                  # filled up with the last client
         x, y, w_j = batch(slice(None), j)                                       # (K, m, B, ...)
         rho_j, b_j, theta, losses = rho[j], b[j], omega.repeat(len(j), 1), omega.new_zeros(len(j))
         for k in range(len(idx)):

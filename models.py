@@ -13,12 +13,15 @@ MODELS = ("fcn", "linear", "cnn")
 
 
 def linear(features: int, classes: int) -> nn.Module:
-    """Softmax regression; features * classes + classes parameters."""
+    """Softmax regression, (n, *shape) -> logits (n, classes); features * classes + classes parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(features, classes))
 
 
 def fcn(features: int, hidden: Sequence[int], classes: int) -> nn.Module:
-    """Fully connected, ReLU between. MNIST, hidden 200-200: 199 210 parameters; EMNIST-L, hidden 100: 79 510."""
+    """Fully connected, ReLU between, (n, *shape) -> logits (n, classes).
+
+    MNIST, hidden 200-200: 199 210 parameters; EMNIST-L, hidden 100: 79 510.
+    """
     sizes = [features, *hidden]
     layers = [nn.Flatten()]
     for size_in, size_out in zip(sizes, sizes[1:]):
@@ -27,7 +30,8 @@ def fcn(features: int, hidden: Sequence[int], classes: int) -> nn.Module:
 
 
 def cnn(channels: int, size: int, classes: int) -> nn.Module:
-    """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384 and 192 hidden units.
+    """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384 and 192 hidden units;
+    (n, channels, size, size) -> logits (n, classes).
 
     32x32x3 images: 797 962 parameters for 10 classes (CIFAR-10), 815 332 for 100. The paper names the
     convolutions only; the rest is the released program's.

@@ -49,9 +49,9 @@ WEIGHT_DECAY = {"fedprox": 1e-5}        # the paper's; every other method 1e-3
 # They are only announced; a method that is not listed counts as FedAvg.
 VECTORS = {"fedavg": (0, 1, 1), "fedprox": (0, 1, 1), "scaffold": (1, 2, 2), "feddyn": (1, 1, 1), "feddc": (2, 2, 2),
            "fedvra": (1, 1, 1), "feddisco": (1, 1, 1), "state": (2, 2, 2), "last": (2, 2, 1), "none": (1, 1, 1)}
-# Flags that change no number of a run: they are no part of what makes it this run and not another.
-NOT_SETTINGS = {"algo", "given", "seed", "seeds", "data_dir", "device", "state_device", "mode", "chunk", "no_compile", "out", "resume",
-                "stop_after", "stop_at_target", "target_acc", "checkpoint_every", "show_split"}
+# Flags that change at most the rounding of a run, where it ends, or where it is kept: they do not make it another run.
+NOT_SETTINGS = {"algo", "given", "seed", "seeds", "data_dir", "device", "state_device", "mode", "chunk", "no_compile", "out",
+                "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every", "show_split"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "seconds")     # of log.csv
 LOCKS, INTERRUPTED = [], []             # lock files held open; signals that have come in
 
@@ -83,7 +83,8 @@ def hyper_parameters(algo):
 
 
 def add_hyper_flags(parser):
-    group = parser.add_argument_group("hyper-parameters of the methods (each goes to those of the named methods that have it)")
+    group = parser.add_argument_group("hyper-parameters of the methods", "Each goes to those of the named methods that have it; their "
+                                      "docstrings say what it does. --form sets some of fedssg's; a flag beats it.")
     flags = {}
     for algo in ALGORITHMS:
         for name, p in hyper_parameters(algo).items():
@@ -94,7 +95,7 @@ def add_hyper_flags(parser):
         options = dict(choices=get_args(annotation)) if get_origin(annotation) is Literal else {}
         if not options:
             options = dict(type=number_or_auto if users[0][1].default == "auto" else number(float, 0), metavar=name.upper())
-        preset = "; alpha also by data set" if name == "alpha" else ""
+        preset = "; fedssg and feddc by data set, split and clients" if name == "alpha" else ""
         group.add_argument(flag(name), help=f"default: {default}{preset}", **options)
 
 
@@ -104,13 +105,13 @@ def flag(name):
 
 def parse(argv):
     """Flags to settings, every preset filled in; one line and exit code 2 for what is not accepted."""
-    parser = argparse.ArgumentParser(prog="run.py", allow_abbrev=False, description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(prog="run.py", allow_abbrev=False, description=__doc__.splitlines()[0],
+                                     argument_default=argparse.SUPPRESS, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: stop(2, message)
     positive, count = number(float, 0, low_open=True), number(int, 1)
     add = parser.add_argument
     add("--algo", nargs="+", choices=[*ALGORITHMS, "all"], default=["fedssg"], metavar="METHOD",
-        help=f"one or more of {', '.join(ALGORITHMS)}, all (default: fedssg)")
+        help=f"one or more of {', '.join(ALGORITHMS)}, all")
     add("--form", choices=FORMS, default="released", help="which of the paper's three FedSSG algorithms")
     add("--dataset", default="mnist", help=f"{', '.join(data.DATASETS)}, or a file of your own (.npz)")
     add("--letters", type=number(int, 1, 26), default=10, help="emnist: the first so many letters")
@@ -122,7 +123,9 @@ def parse(argv):
     add("--participation", type=number(float, 0, 1, True), help="p (default: by data set)")
     add("--sampling", choices=data.SAMPLINGS, default="fixed",
         help="fixed: max(1, round(p N)) clients a round; bernoulli: each with probability p")
-    add("--partition", choices=data.PARTITIONS, default="dirichlet")
+    add("--partition", choices=data.PARTITIONS, default="dirichlet",
+        help="iid: uniform; dirichlet: equal sizes, each client's labels by a Dirichlet; dirichlet-class: each class spread over "
+             "clients by a Dirichlet, unequal sizes; shards: few classes a client")
     add("--dir-alpha", type=positive, default=0.3, help="concentration of the Dirichlet partitions")
     add("--unbalanced-sigma", type=number(float, 0), default=0.0, help="log-normal client sizes (iid, dirichlet)")
     add("--min-samples", type=count, default=1, help="least samples of a client")
@@ -187,6 +190,7 @@ def parse(argv):
 
 
 def nearest(table, num_clients):
+    """The entry of the listed number of clients that is nearest."""
     return table[min(table, key=lambda n: abs(n - num_clients))]
 
 
@@ -236,6 +240,7 @@ def run_folder(settings, args):
 
 
 def cuda_or_cpu(args, local_rank):
+    """The device of this process; ends the program if there is no such device."""
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         stop(2, f"--device {args.device}: use auto, cpu, cuda or cuda:K")
@@ -275,7 +280,7 @@ def simulate(settings, args, dataset, device):
     settings = dict(settings, split=hashlib.sha256(np.concatenate([clients["n"], *clients["parts"]]).tobytes()).hexdigest()[:8])
 
     announce(algo, seed, settings, omega, clients["n"], args, device, rank, W)
-    data.sample_clients(len(clients["n"]), settings["participation"], settings["sampling"], seed, 1)    # refuses, before anything is written
+    data.sample_clients(len(clients["n"]), settings["participation"], settings["sampling"], seed, 1)     # refuses before files are made
 
     folder = run_folder(settings, args)
     box = [open_run(folder, settings, args, device) if rank == 0 else None]
@@ -304,7 +309,7 @@ def simulate(settings, args, dataset, device):
             theta_i, seen["loss_i"] = local_sgd(
                 loss, s["omega"], rho, b, X, Y, lr=r.lr, weight_decay=settings["weight_decay"], clip=settings["clip"],
                 mode=args.mode, chunk=args.chunk, compiled=compiled, **batches)
-            seen["steepest"] = largest(r.lr * rho)      # on a flat direction a step multiplies by 1 - this
+            seen["steepest"] = largest(r.lr * rho)      # where the loss is flat, a step keeps 1 - this of the way from the anchor
             return theta_i
 
         if args.state_device == "cpu":
@@ -313,7 +318,8 @@ def simulate(settings, args, dataset, device):
             out = ALGORITHMS[algo](s, r, train, **settings["hyper"])
 
         due = t % (args.checkpoint_every or 10) == 0 and (args.checkpoint_every or saving <= 0.04 * (time.perf_counter() - began))
-        signals = (r.K_i.new_full((), float(x)) for x in (max(INTERRUPTED, default=0), due))    # filled there: no copy to wait for
+        signals = [max(INTERRUPTED, default=0), bool(due)]
+        signals = [r.K_i.new_full((), x) for x in signals]      # made on the device: the host waits for no copy
         worst = torch.stack([seen["steepest"], largest(out.pop("gain", r.K_i[:0])), *signals])
         if W > 1:
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -47,10 +47,11 @@ def main():
         settings, key = group[0][0], paper_key(group[0][0])
         summaries = [summary for _, summary in group]
         target, met = summaries[0]["target_acc"], [s["rounds_to_target"] for s in summaries]
-        last = "-"
-        if all(s["round"] >= 50 and s["round"] == settings["rounds"] for s in summaries):
-            spread = pstdev(s["last50_mean"] for s in summaries) if len(summaries) > 1 else summaries[0]["last50_std"]
-            last = f"{mean(s['last50_mean'] for s in summaries):.2f} ± {spread:.2f}"
+        whole = [s for s in summaries if s["round"] == settings["rounds"] and s["evaluations"] >= 50]
+        spread = pstdev(s["last50_mean"] for s in whole) if len(whole) > 1 else sum(s["last50_std"] for s in whole)
+        last = f"{mean(s['last50_mean'] for s in whole):.2f} ± {spread:.2f}" if whole else "-"
+        if whole and len(whole) < len(summaries):       # the others were stopped at the target
+            last += f", {len(whole)} of {len(summaries)}"
         reached = [count for count in met if count is not None]
         to_target = f"{mean(reached):.1f} ({min(reached)}-{max(reached)})" if len(reached) > 1 else f"{reached[0]}" if reached else "-"
         if len(reached) < len(met):
