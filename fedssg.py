@@ -203,14 +203,18 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
     if next(model.buffers(), None) is not None:
         raise ValueError("the model has buffers (batch norm?): no method here says how clients share running statistics; "
                          "use group norm, or no norm")
-    named = dict(model.named_parameters())
-    shapes, sizes = [p.shape for p in named.values()], [p.numel() for p in named.values()]
+    params = list(model.parameters())
+    place = {id(p): j for j, p in enumerate(params)}        # each (module, attribute) once: functional_call does not give
+    named = {name: place[id(p)] for path, module in model.named_modules()       # back a module that it meets by two names
+             for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False)}
+    shapes, sizes = [p.shape for p in params], [p.numel() for p in params]
 
     def parts(theta):
         return [part.view(shape) for part, shape in zip(theta.split(sizes), shapes)]
 
     def logits(theta, x):
-        return torch.func.functional_call(model, dict(zip(named, parts(theta))), (x,))
+        own = parts(theta)
+        return torch.func.functional_call(model, {name: own[j] for name, j in named.items()}, (x,), tie_weights=False)
 
     def loss(theta, x, y, w):
         return (F.cross_entropy(logits(theta, x), y, reduction="none") * w).sum()
@@ -221,11 +225,14 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
         own = [torch.nn.Parameter(part) for part in parts(theta)]
         for p, part in zip(own, parts(g)):
             p.grad = part
-        copied = copy.deepcopy(model, {id(p): mine for p, mine in zip(named.values(), own)})
+        copied = copy.deepcopy(model, {id(p): mine for p, mine in zip(params, own)})
+        if any(p is not mine for p, mine in zip(copied.parameters(), own)):
+            raise ValueError("copy.deepcopy of the model makes parameters of its own (a ScriptModule, a __deepcopy__ without "
+                             "memo?): use mode vmap, or a plain module")
         return lambda x, y, w: (F.cross_entropy(copied(x), y, reduction="none") * w).sum()
 
     loss.logits, loss.private = logits, private
-    return torch.cat([p.detach().reshape(-1) for p in named.values()]), loss
+    return torch.cat([p.detach().reshape(-1) for p in params]), loss
 
 
 def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, Y: Tensor, idx: Tensor, w: Tensor,
@@ -274,6 +281,9 @@ def local_sgd(loss: Callable, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, 
         return torch.stack(theta_i), torch.stack(loss_i)
 
     step, fill = (_compiled_step(), compiled) if compiled else (_step, 1)
+    if chunk:
+        fill = min(fill, chunk)
+        chunk -= chunk % fill               # what is filled up to, too, is no more than was asked for
     chunk, theta_i, loss_i = chunk or m, [], []
     lr, weight_decay, clip = (omega.new_full((), x) for x in (lr, weight_decay, clip))      # numbers would be compiled in
     for start in range(0, m, chunk):

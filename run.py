@@ -242,16 +242,17 @@ def run_folder(settings, args):
 def cuda_or_cpu(args, local_rank):
     """The device of this process; ends the program if there is no such device."""
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
         stop(2, f"--device {args.device}: use auto, cpu, cuda or cuda:K")
     device = torch.device(name)
     if device.type == "cuda":
         if device.index is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             stop(2, f"--device {args.device}: each of several processes needs a device of its own; use cuda")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
-        if device.index >= torch.cuda.device_count():
-            stop(2, f"--device {args.device}: {device} is needed, this machine has {torch.cuda.device_count()} CUDA devices; "
-                    "use cpu, or fewer processes")
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0      # the count alone does not see an old driver
+        last = max(device.index, int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1)    # so that the machine's processes end alike
+        if last >= found:
+            stop(2, f"--device {args.device}: cuda:{last} is needed, this machine has {found} CUDA devices; use cpu, or fewer processes")
     return device
 
 
@@ -466,6 +467,8 @@ def open_run(folder, settings, args, device):
             return log, dict(summarise(log, args.target_acc), diverged=diverged)
         if log and done(log, args):
             print(f"{folder}: finished at round {len(log)}, nothing to do")
+            if len(log) == args.rounds:         # left by a kill between the last two steps of a run
+                (folder / "checkpoint.pt").unlink(missing_ok=True)
             return log, summarise(log, args.target_acc)
     if not args.resume:
         stop(2, f"{folder}: holds an unfinished run of these settings (round {len(log)}); add --resume to go on, "
@@ -474,7 +477,7 @@ def open_run(folder, settings, args, device):
     if checkpoint.exists():
         its_settings, t, _ = load_checkpoint(checkpoint)
         if its_settings != config["settings"]:
-            stop(2, f"{checkpoint}: is of other settings than its folder; remove it to start that run again")
+            stop(2, f"{checkpoint}: is of other settings than its folder; remove its folder to start that run again")
     if len(log) < t:
         stop(1, f"{folder}: log.csv ends at round {len(log)}, before its checkpoint of round {t}; "
                 "remove the folder to start that run again")
@@ -573,7 +576,7 @@ def load_checkpoint(path):
         state = {name: x for name, x in checkpoint["state"].items() if torch.is_tensor(x)}
         return json.loads(checkpoint["settings"]), int(checkpoint["round"]), {"omega": state["omega"], **state}
     except Exception as error:      # torch raises many kinds for a damaged file
-        stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove it to start that run again")
+        stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove its folder to start that run again")
 
 
 def named(model, omega):
@@ -684,23 +687,27 @@ def main(argv=None):
         if device.type == "cpu":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", W))))
-    try:
-        if local_rank > 0:      # the first process of a machine may have to download
-            dist.barrier()
-        dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
-        if args.dataset.endswith(".npz"):       # other contents make another run
-            args.contents = hashlib.sha256(Path(args.dataset).expanduser().read_bytes()).hexdigest()[:8]
-        if local_rank == 0 and W > 1:
-            dist.barrier()
-    except (ValueError, OSError) as error:
-        stop(1, f"--dataset {args.dataset}: {error}")
-    keep_memory_flat()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, interrupt)
     results = {}
     try:
+        try:
+            if local_rank > 0:      # the first process of a machine may have to download
+                dist.barrier()
+            dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
+            if args.dataset.endswith(".npz"):       # other contents make another run
+                args.contents = hashlib.sha256(Path(args.dataset).expanduser().read_bytes()).hexdigest()[:8]
+            if local_rank == 0 and W > 1:
+                dist.barrier()
+        except (ValueError, OSError) as error:
+            stop(1, f"--dataset {args.dataset}: {error}")
+        keep_memory_flat()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, interrupt)
         for algo in args.algo:
-            results[algo] = [simulate(settings_for(algo, seed, args), args, dataset, device) for seed in args.seeds]
+            results[algo] = []
+            for seed in args.seeds:
+                results[algo].append(simulate(settings_for(algo, seed, args), args, dataset, device))
+                while LOCKS:        # that run is over: others may look at it
+                    LOCKS.pop().close()
     except ValueError as error:
         stop(2, str(error))
     except OSError as error:
@@ -708,7 +715,9 @@ def main(argv=None):
     except (MemoryError, RuntimeError) as error:    # torch says "not enough memory" by a RuntimeError
         if type(error).__module__.startswith("torch._"):    # torch._dynamo, torch._inductor: no compiler, say
             stop(1, f"torch.compile failed ({str(error).strip().splitlines()[0]}); --no-compile runs without it")
-        if not isinstance(error, MemoryError) and "to allocate" not in str(error):
+        if W > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):     # one that ended has said why
+            stop(1, "lost another process") if dist.get_rank() == 0 else sys.exit(1)
+        if not isinstance(error, MemoryError) and not re.search("to allocate|CUDA error: out of memory|ALLOC_FAILED", str(error)):
             raise
         stop(1, "out of memory; use fewer clients, a smaller --model or --hidden, fewer --local-epochs, or --chunk")
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -429,6 +429,39 @@ def test_flatten_ties_shared_weights():
         assert close(theta_i[0], omega - 0.1 * g, 1e-13)
 
 
+def test_flatten_of_a_module_in_two_places():
+    """Evaluation leaves the caller's model alone, and the loop trains it still."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(4, 3)).double()
+    omega, loss = flatten(model)
+    X, Y, idx = torch.randn(6, 4, dtype=F64), torch.arange(6) % 3, torch.arange(6).view(3, 1, 2)
+    arguments = (loss, omega, omega.new_zeros(1), omega.new_zeros(1, len(omega)), X, Y, idx, torch.ones(3, 1, 2, dtype=F64), 0.5)
+    before = local_sgd(*arguments, mode="loop")[0]
+    batched = local_sgd(*arguments, mode="vmap")[0]
+    assert torch.equal(loss.logits(omega, X), model(X)) and all(type(p) is nn.Parameter for p in (model[0].weight, model[2].bias))
+    assert close(before, batched) and torch.equal(local_sgd(*arguments, mode="loop")[0], before) and not close(before, omega, 1e-3)
+
+
+def test_flatten_refuses_a_model_that_copies_its_own_parameters():
+    class Own(nn.Linear):
+        def __deepcopy__(self, memo):
+            return Own(2, 3)
+    omega, loss = flatten(Own(2, 3))
+    with pytest.raises(ValueError, match="mode vmap"):
+        loss.private(omega, torch.zeros_like(omega))
+
+
+@pytest.mark.parametrize("chunk, compiled, width", [(1, 5, 1), (3, 2, 2), (None, 4, 8), (4, 8, 4)])
+def test_filled_chunks_are_no_larger_than_asked(chunk, compiled, width, monkeypatch):
+    widths = []
+    monkeypatch.setattr(fedssg_module, "_compiled_step", lambda: lambda loss, theta, *a: widths.append(len(theta)) or fedssg_module._step(loss, theta, *a))
+    sizes = (1, 3, 6, 10, 2, 2)
+    plays = [play(fedavg, classify(sizes, **how), cohorts(5, 2, 6)) for how in (dict(mode="loop"), dict(mode="vmap", chunk=chunk, compiled=compiled))]
+    assert_same(*plays, tolerance=1e-9)
+    assert set(widths) == {width}
+
+
 def test_flatten_refuses_batch_norm():
     with pytest.raises(ValueError, match="batch norm"):
         flatten(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -1435,7 +1468,7 @@ def test_help_names_every_flag(capsys):
 
 # ---- command lines that are refused ----
 
-BEFORE_DATA = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedssg --eta-g 1; --algo fedavg --form main; --form minor; extra
+BEFORE_DATA = """--algo fedsgd; --device cuda:00; --algo; --algo fedavg --mu 1; --algo fedssg --eta-g 1; --algo fedavg --form main; --form minor; extra
 --participation 0; --participation -0.1; --participation 1.5; --participation nan; --sampling poisson; --num-clients 0; --unknown 1; --partit iid
 --dir-alpha 0; --dir-alpha -1; --dir-alpha nan; --dir-alpha inf; --dir-alpha x; --partition even; --partition shards --unbalanced-sigma 1
 --unbalanced-sigma nan; --shards 0; --min-samples -1; --batch-size 0; --batch-size 2.5; --rounds 0; --local-epochs 0; --lr; --lr nan; --lr 0; --lr -1
@@ -1950,6 +1983,12 @@ def test_every_method_on_the_shapes_of_the_paper(shape, classes, tmp_path, capsy
 
 
 # ---- what else may have happened to a run's folder ----
+
+def test_a_run_that_is_over_is_free(tiny, tmp_path, monkeypatch):
+    held = []
+    monkeypatch.setattr(run, "simulate", lambda *a, simulate=run.simulate: held.append(len(run.LOCKS)) or simulate(*a))
+    assert start(tiny, tmp_path, "--seeds 0 1 2") == 0 and held == [0, 0, 0]
+
 
 def test_a_flag_for_another_method_is_no_part_of_a_run(tiny, tmp_path, capsys):
     assert start(tiny, tmp_path, "--alpha .2", "fedavg fedssg") == 0 and "finished" not in capsys.readouterr().out
