@@ -443,6 +443,19 @@ def test_flatten_of_a_module_in_two_places():
     assert close(before, batched) and torch.equal(local_sgd(*arguments, mode="loop")[0], before) and not close(before, omega, 1e-3)
 
 
+def test_flatten_of_a_parameter_by_two_names():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.eye(3, dtype=F64))
+
+        def forward(self, x):
+            return x @ self.a + 2 * x @ self.b
+    omega, loss = flatten(Twice())
+    X = torch.randn(5, 3, dtype=F64)
+    assert len(omega) == 9 and close(loss.logits(2 * omega, X), 6 * X)
+
+
 def test_flatten_refuses_a_model_that_copies_its_own_parameters():
     class Own(nn.Linear):
         def __deepcopy__(self, memo):
