@@ -1533,7 +1533,7 @@ def test_memory_that_is_out_and_memory_that_is_not(error, says, tiny, tmp_path, 
 
 def test_no_compiler(tiny, tmp_path, capsys, monkeypatch):
     def fails(*_, **__):
-        raise torch._dynamo.exc.BackendCompilerFailed(fails, RuntimeError("Failed to find C compiler"), None)
+        raise torch._dynamo.exc.TorchDynamoException("Failed to find C compiler")
     monkeypatch.setattr(run, "local_sgd", fails)
     assert start(tiny, tmp_path) == 1 and one_line(capsys, "--no-compile")
 
