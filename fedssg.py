@@ -127,7 +127,7 @@ def fedssg(s: State, r: "Round", train: Train, *, alpha: float = 0.05,
     h_i[r.i] += gated_D_i                                                       # Eq. (7)
 
     sums_i = [D_i, gated_D_i, phi_i, h_i[r.i].norm(dim=1)]
-    if correction == "state":       # eta_0: a round keeps 1 - phi eta_t / eta_0 of c_i; with eta_t, 1 - phi, near -1 at the end
+    if correction == "state":       # eta_0: c_i - c is multiplied by 1 - phi eta_t / eta_0; with eta_t, by 1 - phi, -1 at the end
         dc_i = -c - gated_D_i / (r.K_i * r.lr0)[:, None]                        # (m, d)  c_i' - c_i
         c_i[r.i] += dc_i
         sums_i.append(dc_i)
@@ -204,8 +204,9 @@ def flatten(model: torch.nn.Module) -> tuple[Tensor, Callable]:
         raise ValueError("the model has buffers (batch norm?): no method here says how clients share running statistics; "
                          "use group norm, or no norm")
     params = list(model.parameters())
-    place = {id(p): j for j, p in enumerate(params)}        # each (module, attribute) once: functional_call does not give
-    named = {name: place[id(p)] for path, module in model.named_modules()       # back a module that it meets by two names
+    index = {id(p): j for j, p in enumerate(params)}
+    # name -> index of its parameter. Each module by one name: functional_call does not put back one that it meets by two
+    named = {name: index[id(p)] for path, module in model.named_modules()
              for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False)}
     shapes, sizes = [p.shape for p in params], [p.numel() for p in params]
 

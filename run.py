@@ -595,7 +595,7 @@ def announce(algo, seed, settings, omega, n, args, device, rank, W):
     if device.type == "cuda" and args.state_device == "auto":
         room = W * torch.cuda.get_device_properties(device).total_memory     # each process has a device of its own
     else:
-        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if rows > room:
         advice = ", or --state-device cpu" if device.type == "cuda" else ""
         stop(2, f"--num-clients {len(n)}: {algo}'s rows take {rows / 1e9:.1f} GB, there are {room / 1e9:.1f} GB; "
@@ -732,7 +732,7 @@ def keep_memory_flat():
     """Have glibc take blocks above 4 MB from the system and give them back: in its heap they find ever new places."""
     try:
         ctypes.CDLL(None).mallopt(-3, 4 * 2 ** 20)      # M_MMAP_THRESHOLD
-    except (AttributeError, OSError, TypeError):        # another C library
+    except AttributeError:      # another C library
         pass
 
 
