@@ -2003,6 +2003,14 @@ def test_a_run_that_is_over_is_free(tiny, tmp_path, monkeypatch):
     assert start(tiny, tmp_path, "--seeds 0 1 2") == 0 and held == [0, 0, 0]
 
 
+def test_show_split(tiny, tmp_path, capsys):
+    assert start(tiny, tmp_path, "--show-split --rounds 1 --unbalanced-sigma 1", "fedavg") == 0
+    counts, out = np.load(runs_in(tmp_path)["fedavg"] / "split.npz")["counts"], capsys.readouterr().out.splitlines()
+    assert counts.shape == (10, 3) and (counts.sum(0) <= np.bincount(np.load(tiny)["y_train"])).all() and counts.sum() > 180
+    for i, row in enumerate(counts.tolist()):
+        assert [i, sum(row), *row] in [[int(x) for x in line.split()] for line in out if line.replace(" ", "").isdigit()]
+
+
 def test_a_flag_for_another_method_is_no_part_of_a_run(tiny, tmp_path, capsys):
     assert start(tiny, tmp_path, "--alpha .2", "fedavg fedssg") == 0 and "finished" not in capsys.readouterr().out
     assert start(tiny, tmp_path, "", "fedavg") == 0 and "finished" in capsys.readouterr().out
