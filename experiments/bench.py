@@ -1,16 +1,17 @@
 """How fast the local solver and a whole round are on this machine, and what they are measured against.
 
-    python experiments/bench.py                 about 3 minutes on 2 quiet cores
+    python experiments/bench.py                 about 5 minutes on 2 quiet cores
     python experiments/bench.py --quick         a smoke test: its numbers mean little
+    python experiments/bench.py --device cuda   the same on a GPU, in each precision, eager and compiled
 
-Prints markdown tables. The rivals of a table take turns, A B C A B C, so that a disturbance hits them all, after one
-unmeasured turn; ratios are those of medians. On a busy machine (the load is in the first line) they mean nothing.
+Prints markdown tables. The rivals of a table take turns, A B C A B C, so that a disturbance hits them all,
+after one unmeasured turn. Wall seconds mean nothing on a busy machine (the load is in the first line).
+Processor seconds, user and system of all threads, mean more.
 """
 
 import argparse
 import copy
 import csv
-import functools
 import json
 import os
 import platform
@@ -38,17 +39,17 @@ LR, DECAY, CLIP, E, B = 0.1, 1e-3, 10.0, 5, 50          # the paper's
 
 
 def seconds(f):
-    """How long f() takes, with what it left in the GPU's queue."""
+    """(wall, processor) seconds of f(), with what it left in the GPU's queue."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     wait()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     f()
     wait()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - used
 
 
 def take_turns(rivals, rounds):
-    """{name: f} -> {name: [seconds] * rounds}."""
+    """{name: f} -> {name: [(wall, processor)] * rounds}."""
     for f in rivals.values():
         f()
     turns = [{name: seconds(f) for name, f in rivals.items()} for _ in range(rounds)]
@@ -58,10 +59,16 @@ def take_turns(rivals, rounds):
 def show(title, columns, lines):
     print(f"\n### {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for line in lines:
-        print("| " + " | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in line) + " |", flush=True)
+        cells = [f"{x:.3g}" if isinstance(x, float) else str(x) for x in line]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-# ---- 1. the paper's MNIST round, 2. a CNN ---------------------------------------------------------------------
+def medians(times):
+    """Median wall and processor seconds."""
+    return [median(column) for column in zip(*times)]
+
+
+# ---- 1. the paper's MNIST round, 2. a CNN ---------------------------------------------------------------
 
 def mnist(data_dir, device):
     """The data set, and what to call it."""
@@ -72,7 +79,7 @@ def mnist(data_dir, device):
 
 
 def products(x, weights, G, outputs, dW, dx):
-    """The matrix products of one step, x (B, features), G (B, classes), into the last three. Also with a leading (m,)."""
+    """A step's matrix products, x (B, features), G (B, classes), into the last three; or with a leading (m,)."""
     inputs = [x, *outputs[:-1]]
     for x, W, y in zip(inputs, weights, outputs):
         torch.matmul(x, W.mT, out=y)                    # x W^T
@@ -83,7 +90,7 @@ def products(x, weights, G, outputs, dW, dx):
 
 
 def bare(model, X, idx):
-    """{name: f}: the matrix products of a round and nothing else; each step's own batch, each client's own weights."""
+    """{name: f}: a round's matrix products alone; each step has its own batch, each client its own weights."""
     K, m, B = idx.shape
     x = X[idx].flatten(3).transpose(0, 1).contiguous()  # (m, K, B, features), gathered beforehand
     weights = [p.detach().repeat(m, 1, 1) for p in model.parameters() if p.dim() == 2]
@@ -101,13 +108,10 @@ def bare(model, X, idx):
             products(x[i, k], own, G[i], *own_places)
 
     def spread():
-        with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(torch.get_num_threads(), torch.set_num_threads, (1,)) as pool:
             list(pool.map(client, range(m)))
-
-    if X.is_cuda:
-        return {"bare products, batched over the clients": cohort}
-    return {"bare products, one after another, each on all threads": lambda: [client(i) for i in range(m)],
-            "bare products, clients spread over the threads, one thread each": spread}
+    return {"bare products, batched over the clients": cohort} if X.is_cuda else {
+        "bare products, clients spread over the threads": spread}
 
 
 def plain(model, shares, device):
@@ -123,82 +127,61 @@ def plain(model, shares, device):
                 optimizer.step()
 
 
-def on_one_thread(f, *args):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    f(*args)
-    torch.set_num_threads(threads)
-
-
-def ours(model, X, Y, parts, cohort):
-    """{mode: f}: the batches of a round drawn, then local_sgd, with a term b, as FedSSG has one."""
-    omega, loss = flatten(model)
+def ours(model, X, Y, parts, cohort, precisions=("float32",)):
+    """{how: f}: the batches of a round drawn, then local_sgd, with a term b, as FedSSG has one."""
+    omega = flatten(model)
     b = 1e-4 * torch.randn(len(cohort), len(omega), device=X.device)
 
-    def train(**how):
+    def train(precision, **how):
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         idx, w, _ = (torch.as_tensor(x, device=X.device) for x in data.schedule(parts, cohort, 0, 1, E, B))
-        local_sgd(loss, omega, b.new_zeros(len(b)), b, X, Y, idx, w, LR, DECAY, CLIP, **how)
+        local_sgd(model, omega, b.new_zeros(len(b)), b, X, Y, idx, w, LR, DECAY, CLIP, precision=precision,
+                  **how)
+    ways = {"loop": dict(mode="loop"), "vmap": dict(mode="vmap")}
+    if X.is_cuda:
+        ways = {"vmap": dict(mode="vmap"), "vmap, compiled": dict(mode="vmap", compiled=True)}
+    return {f"{name}, {precision}": lambda precision=precision, how=how: train(precision, **how)
+            for name, how in ways.items() for precision in precisions}
 
-    rivals = {"loop": lambda: train(mode="loop"), "vmap": lambda: train(mode="vmap")}
-    return rivals | ({"vmap, compiled": lambda: train(mode="vmap", compiled=1)} if X.is_cuda else {})
+
+def precisions_of(device):
+    return ("float32", "tf32", "bf16") if device.type == "cuda" else ("float32", "bf16")
 
 
 def round_of_mnist(args, device):
     (X, Y, X_test, Y_test), name = mnist(args.data_dir, device)
     parts, cohort = data.partition(Y, 100, "dirichlet", 0), data.sample_clients(100, 0.15, "fixed", 0, 1)
     model = models.build("fcn", X.shape[1:], 10, [200, 200], 0).to(device)
-    omega, loss = flatten(model)
     idx, _, K_i = data.schedule(parts, cohort, 0, 1, E, B)
     shares = [TensorDataset(X[parts[i]].cpu(), Y[parts[i]].cpu()) for i in cohort]
-    rivals = bare(model, X, torch.as_tensor(idx, device=device)) | ours(model, X, Y, parts, cohort)
+    rivals = bare(model, X, torch.as_tensor(idx, device=device))
+    rivals |= ours(model, X, Y, parts, cohort, precisions_of(device) if X.is_cuda else ("float32",))
     rivals["plain: Module, DataLoader, SGD for each client"] = lambda: plain(model, shares, device)
-    if device.type == "cpu":
-        rivals["plain, one thread"] = lambda: on_one_thread(plain, model, shares, device)
-    rivals["evaluation of the test set"] = lambda: evaluate(loss.logits, omega, X_test, Y_test)
-    times = take_turns(rivals, 1 if args.quick else 7)
-
-    traffic = 5 * 4 * len(omega) * int(K_i.sum())       # theta read and written, b read, the gradient written and read
-    lanes = torch.get_num_threads() if device.type == "cpu" else 1
-    for what, numbers in (("vectors in cache", len(omega)), ("256 MB", 2 ** 25)):
-        one, other = torch.ones(2, numbers, device=device)
-        copying = []
-        on_one_thread(lambda: copying.extend(seconds(lambda: one.copy_(other)) for _ in range(30)))
-        times[f"least traffic, 5 d a step, at the speed of copying {what}"] = [traffic / lanes * min(copying) / (8 * numbers)]
-    best = {kind: min(median(t) for rival, t in times.items() if rival.startswith(kind)) for kind in ("bare", "plain")}
+    rivals["evaluation of the test set"] = lambda: evaluate(model, flatten(model), X_test, Y_test)
+    times = {rival: medians(t) for rival, t in take_turns(rivals, 1 if args.quick else 7).items()}
+    least = next(iter(times.values()))
     show(f"1. A round of the FCN 784-200-200-10 on {name}: {len(cohort)} clients of {len(parts[0])} samples, "
-         f"{int(K_i.sum())} steps of {B}", ("", "min s", "median s", "of bare", "of plain"),
-         [(rival, min(t), median(t), median(t) / best["bare"], median(t) / best["plain"]) for rival, t in times.items()])
-    print("\nOf bare, of plain: of the faster such row. All but bare and evaluation draw their batches; loop and vmap have a term b.")
+         f"{int(K_i.sum())} steps of {B}",
+         ("", "wall s", "processor s", "of bare, wall", "of bare, processor"),
+         [(rival, *t, t[0] / least[0], t[1] / least[1]) for rival, t in times.items()])
+    print("\nMedians. All but bare and evaluation draw their batches; loop and vmap have a term b.")
     if name != "MNIST":
         print(f"There is no MNIST in {args.data_dir} (--data-dir): `synthetic`, repeated to its size.")
 
 
-def by_unfold(conv, x):
-    """What the torch.nn.Conv2d computes, (B, C, H, W) -> (B, C', H', W'): under vmap one batched product, no grouped convolution."""
-    columns = torch.nn.functional.unfold(x, conv.kernel_size).mT                                    # (B, H' W', C k k)
-    y = torch.nn.functional.linear(columns, conv.weight.flatten(1), conv.bias).mT                   # (B, C', H' W')
-    return y.unflatten(2, (x.shape[2] - conv.kernel_size[0] + 1, -1))
-
-
 def round_of_cifar(args, device):
     clients, steps = (10, 50) if device.type == "cuda" else (2, 5)
-    X, Y = torch.randn(clients * steps * B // E, 3, 32, 32, device=device), torch.arange(clients * steps * B // E, device=device) % 10
+    n = clients * steps * B // E
+    X, Y = torch.randn(n, 3, 32, 32, device=device), torch.arange(n, device=device) % 10
     model = models.build("cnn", X.shape[1:], 10, [], 0).to(device)
-    unfolding = copy.deepcopy(model)
-    for conv in unfolding.modules():
-        if isinstance(conv, torch.nn.Conv2d):
-            conv.forward = functools.partial(by_unfold, conv)
-    rivals = {}
-    for what, its_model in (("convolutions", model), ("unfold and products", unfolding)):
-        for mode, f in ours(its_model, X, Y, np.arange(len(X)).reshape(clients, -1), range(clients)).items():
-            rivals[f"{mode}: {'grouped ' if 'vmap' in mode and its_model is model else ''}{what}"] = f
+    rivals = ours(model, X, Y, np.arange(n).reshape(clients, -1), range(clients), precisions_of(device))
     times = take_turns(rivals, 1 if args.quick else 5)
     show(f"2. The CNN on random 3x32x32 images: {clients} clients, {steps} steps of {B} each",
-         ("", "min s", "median s", "ms a client's step"),
-         [(mode, min(t), median(t), 1e3 * median(t) / (clients * steps)) for mode, t in times.items()])
+         ("", "wall s", "processor s", "processor ms a client's step"),
+         [(how, *medians(t), 1e3 * medians(t)[1] / (clients * steps)) for how, t in times.items()])
 
 
-# ---- 3. more clients, 5. many more ----------------------------------------------------------------------------
+# ---- 3. more clients, 5. many more ----------------------------------------------------------------------
 
 def peak_memory(device):
     """The most bytes this process ever held: allocated on the GPU, or resident."""
@@ -213,33 +196,37 @@ def peak_memory(device):
 def rounds_of_fedssg(device, model, features, hidden, N, m, n_i, rounds):
     """Whole rounds on random data: cohort, schedule, local_sgd, fedssg. Returns a row of the table."""
     X, Y = torch.randn(10_000, features, device=device), torch.arange(10_000, device=device) % 10
-    parts = np.random.default_rng(0).integers(len(X), size=(N, n_i))    # shared samples: a client costs only its indices
-    omega, loss = flatten(models.build(model, (features,), 10, hidden, 0).to(device))
-    s, times, start = {"omega": omega}, [], peak_memory(device)
+    parts = np.random.default_rng(0).integers(len(X), size=(N, n_i))    # shared: a client costs its indices
+    model = models.build(model, (features,), 10, hidden, 0).to(device)
+    s, times, start = {"omega": flatten(model)}, [], peak_memory(device)
 
     def one(t):
         cohort = data.sample_clients(N, m / N, "fixed", 0, t)
         idx, w, K_i = (torch.as_tensor(x, device=device) for x in data.schedule(parts, cohort, 0, t, E, B))
-        r = Round(t=t, T=rounds, N=N, m=m, p=m / N, lr=LR, lr0=LR, num_rows=N, i=torch.as_tensor(cohort, device=device), K_i=K_i.float(),
-                  n_i=w.new_full((m,), n_i), size_i=w.new_ones(m), labels_i=w.new_zeros(m, 10))
-        fedssg(s, r, lambda rho, b: local_sgd(loss, s["omega"], rho, b, X, Y, idx, w, LR, DECAY, CLIP, compiled=int(X.is_cuda))[0])
+        r = Round(t=t, T=rounds, N=N, m=m, p=m / N, lr=LR, lr0=LR, num_rows=N, K_i=K_i.float(),
+                  i=torch.as_tensor(cohort, device=device), n_i=w.new_full((m,), n_i), size_i=w.new_ones(m),
+                  labels_i=w.new_zeros(m, 10))
+        fedssg(s, r, lambda rho, b: local_sgd(model, s["omega"], rho, b, X, Y, idx, w, LR, DECAY, CLIP)[0])
 
     for t in range(1, rounds + 1):
         times.append(seconds(lambda: one(t)))
-    took, peak = median(times[2:]), peak_memory(device)
-    return N, m, len(omega), E * -(-n_i // B) * m, took, 1e3 * took / m, 2 * 4e-6 * len(omega) * N, 1e-6 * (peak - start), 1e-6 * peak
+    (wall, processor), peak, d = medians(times[2:]), peak_memory(device), len(s["omega"])
+    return N, m, d, E * -(-n_i // B) * m, wall, processor, 1e3 * processor / m, 2 * 4e-6 * d * N, 1e-6 * peak
 
 
 def show_rounds(title, cases, device):
     """Each case in a process of its own: a process's peak never falls."""
-    command = [sys.executable, __file__, "--device", device.type, "--threads", str(torch.get_num_threads()), "--case"]
-    show(title, ("N", "m", "d", "steps", "median s/round", "ms a client", "rows h_i and c_i, MB", "peak over start, MB", "peak, MB"),
+    threads = str(torch.get_num_threads())
+    command = [sys.executable, __file__, "--device", device.type, "--threads", threads, "--case"]
+    show(title, ("N", "m", "d", "steps", "wall s/round", "processor s", "processor ms a client",
+                 "rows h_i and c_i, MB", "peak, MB"),
          [json.loads(shell(*command, json.dumps(case))) for case in cases])
 
 
 def more_clients(args, device):
     fcn = dict(model="fcn", features=784, hidden=[200, 200], n_i=100, N=200, rounds=4 if args.quick else 8)
-    show_rounds("3a. Rounds of FedSSG by size of the cohort: FCN, 100 samples a client", [fcn | dict(m=m) for m in (5, 15, 50, 150)], device)
+    show_rounds("3a. Rounds of FedSSG by size of the cohort: FCN, 100 samples a client",
+                [fcn | dict(m=m) for m in (5, 15, 50, 150)], device)
     linear = fcn | dict(model="linear", m=15)
     show_rounds("3b. Rounds of FedSSG by number of clients: linear model, 100 samples a client",
                 [linear | dict(N=N) for N in (100, 1000, 10_000)], device)
@@ -247,30 +234,34 @@ def more_clients(args, device):
 
 def many_more(args, device):
     show_rounds("5. FedSSG with 100 000 clients of 10 samples: linear model on 20 features",
-                [dict(model="linear", features=20, hidden=[], n_i=10, N=100_000, m=100, rounds=4 if args.quick else 20)], device)
+                [dict(model="linear", features=20, hidden=[], n_i=10, N=100_000, m=100,
+                      rounds=4 if args.quick else 20)], device)
 
 
-# ---- 4. processes ---------------------------------------------------------------------------------------------
+# ---- 4. processes ---------------------------------------------------------------------------------------
 
 def processes(args):
     """run.py as it is started from a shell, on the CPU, timed by its own log.csv."""
     have = mnist(args.data_dir, "cpu")[1].lower()
     rounds, half, took = 4 if args.quick else 12, max(1, cores() // 2), {}
     for W, threads in ((1, half), (2, half), (1, 2 * half)):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(W)] if W > 1 else []
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {W}".split() if W > 1 else []
         with tempfile.TemporaryDirectory() as out:
-            shell(sys.executable, *launcher, str(ROOT / "run.py"), "--dataset", have, "--data-dir", args.data_dir, "--device", "cpu",
-                  "--stop-after", str(rounds), "--out", out, OMP_NUM_THREADS=str(threads))
+            flags = f"--dataset {have} --device cpu --stop-after {rounds}".split()
+            shell(sys.executable, *torchrun, str(ROOT / "run.py"), *flags, "--data-dir", args.data_dir,
+                  "--out", out, OMP_NUM_THREADS=str(threads))
             log, = Path(out).glob("*/log.csv")
-            took[f"W = {W}, {threads} threads each"] = median(float(row["seconds"]) for row in list(csv.DictReader(log.open()))[2:])
-    show(f"4. run.py in W processes on the CPU: FedSSG on {have}, evaluation included", ("", "median s/round", "speed-up"),
+            took[f"W = {W}, {threads} threads each"] = median(
+                float(row["seconds"]) for row in list(csv.DictReader(log.open()))[2:])
+    show(f"4. run.py in W processes on the CPU: FedSSG on {have}, evaluation included",
+         ("", "wall s/round", "speed-up"),
          [(name, t, next(iter(took.values())) / t) for name, t in took.items()])
     cohorts = [data.sample_clients(100, 0.15, "fixed", 0, t) for t in range(3, rounds + 1)]
     most = mean(len(cohort) / np.bincount(cohort % 2).max() for cohort in cohorts)
-    print(f"\nClient i lives on process i mod W: so divided, these cohorts allow two processes a speed-up of {most:.2f}.")
+    print(f"\nClient i lives on process i mod W: these cohorts allow two processes a speed-up of {most:.2f}.")
 
 
-# ---- start ----------------------------------------------------------------------------------------------------
+# ---- start ----------------------------------------------------------------------------------------------
 
 def shell(*command, **environment):
     """The command's output; ends the program if it fails."""
@@ -288,18 +279,20 @@ def machine(device):
     info = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU used"
-    return (f"{(names or [platform.processor() or platform.machine()])[0]}, {cores()} cores, {torch.get_num_threads()} threads, "
-            f"torch {torch.__version__}, {gpu}; load {os.getloadavg()[0]:.1f}")
+    return (f"{(names or [platform.processor() or platform.machine()])[0]}, {cores()} cores, "
+            f"{torch.get_num_threads()} threads, torch {torch.__version__}, {gpu}; "
+            f"load {os.getloadavg()[0]:.1f}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--data-dir", default="data", help="folder of MNIST in torchvision's layout (default: data); else synthetic images")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on the CPU (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few repeats: a smoke test")
-    parser.add_argument("--big", action="store_true", help="also 100 000 clients")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)     # rounds_of_fedssg in a process of its own
+    add = parser.add_argument
+    add("--data-dir", default="data", help="folder of MNIST, as torchvision has it (default: data)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--threads", type=int, default=torch.get_num_threads(), help="on the CPU (default: %(default)s)")
+    add("--quick", action="store_true", help="few repeats: a smoke test")
+    add("--big", action="store_true", help="also 100 000 clients")
+    add("--case", type=json.loads, help=argparse.SUPPRESS)     # rounds_of_fedssg in a process of its own
     args = parser.parse_args()
     if args.threads < 1:
         parser.error(f"--threads {args.threads}: use 1 or more")

@@ -1,36 +1,302 @@
-"""Draw test accuracy against rounds from run folders:  python experiments/figures.py runs/mnist-* --out curve.png"""
+"""The figures, one command each. They need matplotlib.
+
+    figures.py curves runs/mnist-* --out curves.png     run folders, or results/curves/NAME.csv
+    figures.py targets fastest --out targets.png        a study of reproduce.py, or run folders
+    figures.py alpha --out alpha.png                    the study alpha
+    figures.py gate --out gate.png                      flags of run.py may follow: --rounds 100
+    figures.py split --dataset mnist --out split.png    likewise
+    figures.py scatter --out scatter.png                likewise; plays three runs of 100 rounds
+
+scatter is the paper's Fig. 2, which does not say what it measures. Read here as, from round t-1 to t, the
+change of one client's loss on its own training samples, f_i(omega_t) - f_i(omega_t-1), against the change of
+the loss on all training samples. omega is the server's model. Round 1, which leaves the random model, is not
+shown.
+"""
 
 import argparse
-import csv
-import json
+import sys
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import reproduce    # noqa: E402
+
+# Okabe and Ito's, which stay apart for the colour-blind; by method, longer names first. FedProx lies on
+# FedAvg: the same grey, dashed. Of a method's variants the second and later ones are dashed, too.
+COLOURS = {"fedssg released": "black", "fedssg": "#D55E00", "feddc": "#0072B2", "scaffold": "#56B4E9",
+           "feddyn": "#009E73", "fedvra": "#CC79A7", "feddisco": "#E69F00", "fedprox": "#767676",
+           "fedavg": "#767676"}
+DASHES = ("-", "--", ":", "-.")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="run folders with config.json and log.csv")
-    parser.add_argument("--out", default="curve.png", help="the picture")
-    parser.add_argument("--from-acc", type=float, default=90.0, help="lower end of the accuracy axis, percent")
-    args = parser.parse_args()
-    import matplotlib           # here, so that --help works without it
+def canvas(width, height, **options):
+    """A figure for a width of 800 pixels, and its axes as a list."""
+    import matplotlib       # here, so that --help works without it
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False,
+                         "axes.spines.right": False, "axes.titlesize": 9})
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained", squeeze=False, **options)
+    return figure, list(axes.flat)
 
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for folder in args.folders:
-        settings = json.loads((folder / "config.json").read_text())["settings"]
-        with open(folder / "log.csv", newline="") as file:
-            points = [(int(row["round"]), float(row["test_acc"])) for row in csv.DictReader(file) if row["test_acc"]]
-        if not points:
-            continue
-        bold = settings["algo"] == "fedssg"
-        form = f" {settings['form']}" if settings.get("form", "released") != "released" else ""
-        axes.plot(*zip(*points), color="black" if bold else None, label=f"{settings['algo']}{form}, seed {settings['seed']}", linewidth=1.8 if bold else 1, zorder=3 if bold else 2)
-    axes.set(xlabel="round", ylabel="test accuracy (%)", ylim=(args.from_acc, None))
-    axes.set_title(f"{settings['dataset']}, {settings['num_clients']} clients, {settings['participation']:.0%} a round, "
-                   f"{settings['partition']} {settings['dir_alpha']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(ncols=2, fontsize=9)
+
+def styles(labels):
+    """{label: (colour, dash)}"""
+    found, count = {}, {"fedprox": 1}
+    for label in labels:
+        method = next(name for name in COLOURS if label.startswith(name))
+        found[label] = COLOURS[method], DASHES[count.get(method, 0) % len(DASHES)]
+        count[method] = count.get(method, 0) + 1
+    return found
+
+
+def told_apart(names):
+    """{name: its parts, between dashes, that not all names have}"""
+    parts = {name: name.split("-") for name in names}
+    return {name: " ".join(x for x in its if not all(x in other for other in parts.values()))
+            for name, its in parts.items()}
+
+
+# ---- from results and run folders --------------------------------------------------------------------------
+
+def read_curves(paths):
+    """{label: {seed: {round: accuracy}}}; where settings differ, the label says how."""
+    found = {}
+    for path in (path for path in paths if path.suffix == ".csv"):
+        for line in reproduce.read_csv(path, ("round",)):
+            for name, acc in line.items():
+                label, _, seed = name.partition(" seed ")
+                if seed and acc:
+                    its = found.setdefault((path.stem, label), {}).setdefault(seed, {})
+                    its[int(line["round"])] = float(acc)
+    for folder in reproduce.run_folders(path for path in paths if path.suffix != ".csv"):
+        row, curve, *_ = reproduce.row_of(folder)
+        if curve:
+            label = f"{row['method']} {row['variant']}".strip()
+            found.setdefault((row["setting"], label), {})[row["seed"]] = curve
+    apart = told_apart({setting for setting, _ in found})
+    lines = {f"{label} {apart[setting]}".strip(): curves for (setting, label), curves in found.items()}
+    return lines, " / ".join(sorted(apart)) if len(apart) == 1 else ""
+
+
+def curves(args):
+    """Mean over seeds, and the band from the least to the most; the second panel lacks the first third."""
+    lines, title = read_curves(args.what)
+    last = {label: mean(list(its.values())[-1] for its in seeds.values()) for label, seeds in lines.items()}
+    order = sorted(lines, key=last.get, reverse=True) or stop("nothing to draw: no run has an evaluation")
+    shared = {label: sorted(set.intersection(*map(set, lines[label].values()))) for label in order}
+    look, T = styles(sorted(lines)), max(at[-1] for at in shared.values())      # rounds that all seeds have
+    (figure, axes), late = canvas(8, 3.6, ncols=2), []
+    for label in order:
+        seeds = list(lines[label].values())
+        at = shared[label]
+        middle, least, most = ([f(curve[t] for curve in seeds) for t in at] for f in (mean, min, max))
+        name = f"{label}, {len(seeds)} seeds" if len(seeds) > 1 else f"{label}, seed {[*lines[label]][0]}"
+        for ax in axes:
+            ax.plot(at, middle, color=look[label][0], linestyle=look[label][1], linewidth=1.3, label=name)
+            if len(seeds) > 1:
+                ax.fill_between(at, least, most, color=look[label][0], alpha=0.15, linewidth=0)
+        late += [acc for t, *both in zip(at, least, most) if t >= T / 3 for acc in both]
+    space = 0.05 * (max(late) - min(late)) or 0.5
+    axes[1].set(xlim=(T / 3, T), ylim=(min(late) - space, max(late) + space), title="zoomed")
+    for ax in axes:
+        ax.set(xlabel="communication round", ylabel="test accuracy (%)")
+    figure.suptitle(title, fontsize=9)
+    handles, names = axes[0].get_legend_handles_labels()
+    columns = max(1, 120 // (max(map(len, names)) + 10))        # as many as fit
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
+    return figure
+
+
+def rows_of(args):
+    """The entries of reproduce.table for studies and run folders; title, and target."""
+    names = [str(name) for name in args.what]
+    if len(names) == 1 and names[0] in reproduce.STUDIES:
+        s = reproduce.STUDIES[names[0]]
+        return reproduce.entries_of(names[0], args.results), s["title"], args.target or s["targets"][-1]
+    goals = [args.target] if args.target else []
+    groups = reproduce.entries_of_folders(reproduce.run_folders(args.what), goals)
+    apart, goal = told_apart({setting for setting, _ in groups}), next(iter(groups))[1]
+    entries = [(f"{label} {apart[setting]}".strip(), *rest) for (setting, _), its in groups.items()
+               for label, *rest in its.values()]
+    return entries, next(iter(groups))[0] if len(apart) == 1 else "", args.target or goal
+
+
+def targets(args):
+    """A point a seed, a bar for their mean, > for a seed that played so long and did not get there."""
+    entries, title, target = rows_of(args)
+    met = {label: [reproduce.reached(row, target) for row in rows.values()] for label, _, rows, _ in entries}
+    far = {label: [int(row["played"]) for row in rows.values() if not reproduce.reached(row, target)]
+           for label, _, rows, _ in entries}
+    entries = [entry for entry in entries if any(met[entry[0]])]
+    entries.sort(key=lambda entry: mean(t for t in met[entry[0]] if t))
+    if not entries:
+        stop(f"nothing to draw: no run reached {target:g} %")
+    figure, (ax,) = canvas(8, 1.2 + 0.32 * len(entries))
+    for y, (label, key, rows, _) in enumerate(reversed(entries)):
+        at, colour = [t for t in met[label] if t], styles([label])[label][0]
+        ax.plot(at, [y] * len(at), "o", color=colour, alpha=0.55, markersize=5)
+        ax.plot(far[label], [y] * len(far[label]), ">", color=colour, markersize=6)
+        ax.vlines(mean(at), y - 0.32, y + 0.32, color=colour, linewidth=2)
+        end = max(at + far[label]), y
+        ax.annotate(f"{mean(at):.1f}", end, (8, 0), textcoords="offset points", va="center")
+        goal, count = reproduce.paper("rounds").get(key, ("", ""))
+        if goal == f"{target:g}" and count.isdigit():
+            ax.plot(int(count), y, "D", color="black", fillstyle="none", markersize=7)
+    names = [f"{label}, {len(rows)} seed{'s'[:len(rows) - 1]}" for label, _, rows, _ in reversed(entries)]
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4),
+           xlabel=f"rounds to {target:g} % test accuracy")
+    figure.suptitle(f"{title}\npoint: a seed; bar, number: mean of those that got there; triangle: not by "
+                    "then; diamond: the paper".strip(), fontsize=9)
+    ax.margins(x=0.08)
+    return figure
+
+
+def alpha(args):
+    """Rounds to the target by alpha: a point a seed, a line through the means."""
+    study = reproduce.STUDIES["alpha"]
+    target, found = args.target or study["targets"][-1], {}
+    for label, _, rows, _ in reproduce.entries_of("alpha", args.results):
+        at = [t for t in (reproduce.reached(row, target) for row in rows.values()) if t]
+        if " alpha " in label and at:
+            found.setdefault(label.split(", alpha ")[0], {})[float(label.split(" alpha ")[1])] = at
+    look = styles(found) if found else stop("nothing to draw: reproduce.py alpha has not been played")
+    figure, (ax,) = canvas(8, 3.6)
+    for label, its in found.items():
+        colour, dash = look[label]
+        ax.plot(sorted(its), [mean(its[a]) for a in sorted(its)], dash, color=colour, label=label)
+        for a, those in its.items():
+            ax.plot([a] * len(those), those, "o", color=colour, alpha=0.5, markersize=4)
+    ticks = sorted({a for its in found.values() for a in its})
+    ax.set(xscale="log", xlabel="alpha", ylabel=f"rounds to {target:g} % test accuracy", title=study["title"])
+    ax.set_xticks(ticks, [f"{a:g}" for a in ticks])
+    ax.set_xticks([], minor=True)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+# ---- worked out here ---------------------------------------------------------------------------------------
+
+def gate(args):
+    """phi of the sampled clients, and its expectation: E[count | sampled at t] = 1 + p (t - 1)."""
+    import torch
+    import data
+    import run
+    import fedssg
+    given = run.parse(args.what)
+    N, T = given.num_clients, given.rounds
+    p = data.rate_in_force(N, given.participation, given.sampling)
+    gates = {}
+    for form, h in run.FORMS.items():
+        gates.setdefault((h["gate_ratio"], h["gate_shape"], h["beta"]), []).append(form)
+    figure, axes = canvas(8, 3.2, ncols=len(gates))
+    for ax, ((ratio, shape, beta), forms) in zip(axes, gates.items()):
+        count, rounds = torch.zeros(N), range(1, T + 1)
+        for t in rounds:
+            i = data.sample_clients(N, given.participation, given.sampling, given.seeds[0], t)
+            count[i] += 1
+            phi_i = fedssg.gate(count[i], SimpleNamespace(t=t, T=T, p=p), ratio=ratio, shape=shape, beta=beta)
+            ax.plot([t] * len(i), phi_i, ".", color=COLOURS["feddc"], markersize=2, alpha=0.5)
+        expected = [(1 + p * (t - 1)) / (p * (t if ratio == "running" else T)) + beta for t in rounds]
+        ax.plot(rounds, expected, color=COLOURS["fedssg"], linewidth=2)
+        where = "1 + (1-p)/(p t)" if ratio == "running" else "(1 + p (t-1)) / (p T)" + " + 1" * (beta == 1)
+        ax.set(xlabel="communication round", ylim=(0, None))
+        ax.set_title(f"{', '.join(forms)}\nline: its mean, {where}")
+    axes[0].set_ylabel("gate phi of the sampled clients")
+    figure.suptitle(f"{N} clients, p = {p:g}, T = {T}; a point is a client", fontsize=9)
+    return figure
+
+
+def federation(flags, algo):
+    """args, settings and Federation of run.py, without a run."""
+    import run
+    given = run.parse([*flags, "--algo", algo])
+    device = run.open_device(given)
+    dataset = run.load_data(given, device)
+    settings = run.settings_for(algo, given.seeds[0], given)
+    return given, settings, run.federate(settings, dataset, device)
+
+
+def split(args):
+    """Label counts: a column a client, a row a class."""
+    given, settings, fed = federation(args.what, "fedavg")
+    figure, (ax,) = canvas(8, 2.6)
+    shown = ax.imshow(fed.labels.T, aspect="auto", cmap="cividis", interpolation="nearest", origin="lower")
+    figure.colorbar(shown, label="samples", pad=0.01)
+    n = fed.labels.sum(axis=1)
+    how = settings["partition"] + f" {settings['dir_alpha']}" * settings["partition"].startswith("dirichlet")
+    ax.set(xlabel="client", ylabel="class", yticks=range(0, len(fed.labels[0]), 1 + len(fed.labels[0]) // 20))
+    ax.set_title(f"{settings['dataset']}, {how}, seed {settings['seed']}: {len(n)} clients of {n.min()} to "
+                 f"{n.max()} samples")
+    ax.grid(False)
+    return figure
+
+
+def scatter(args):
+    """See the head of this file. The points are kept beside the picture; --points draws them again."""
+    import run
+    points, kept = {}, args.points or args.out.with_suffix(".csv")
+    columns = ("method", "round", "change_of_global_loss", "change_of_client_loss")
+    for name in () if args.points else ("fedavg", "feddc", "fedssg"):
+        given, settings, fed = federation(args.what + ["--form", args.form] * (name == "fedssg"), name)
+        s, own, losses = {"omega": fed.omega.clone()}, fed.shares[args.client % given.num_clients], []
+        settings["eval_every"] = settings["rounds"]         # accuracies are not asked for
+        for t in range(1, min(args.rounds_shown, given.rounds) + 1):
+            run.play_round(settings, fed, s, t, given)
+            parts = (fed.X, fed.Y), (fed.X[own], fed.Y[own])
+            losses.append([float(run.evaluate(fed.model, s["omega"], *part)[1]) for part in parts])
+        label = f"{name} {settings.get('form', '')}".strip()
+        points[label] = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(losses, losses[1:])]
+    if points:
+        rows = [(label, t, *xy) for label, its in points.items() for t, xy in enumerate(its, 2)]
+        reproduce.write_csv(kept, columns, rows)
+    for row in reproduce.read_csv(kept, columns) if args.points else ():
+        points.setdefault(row["method"], []).append(tuple(float(row[name]) for name in columns[2:]))
+    import numpy as np
+    figure, axes = canvas(8, 3.2, ncols=len(points) or stop("nothing to draw"), sharex=True, sharey=True)
+    for ax, (label, its) in zip(axes, points.items()):
+        x, y = np.array(its).T
+        dots = ax.scatter(x, y, c=range(2, len(x) + 2), cmap="viridis_r", s=12)
+        ax.set(xlabel="change of the global loss")
+        ax.set_title(f"{label}\ncorrelation {np.corrcoef(x, y)[0, 1]:.2f}\nrms distance from 0: "
+                     f"{((x * x + y * y).mean()) ** 0.5:.3f}")
+        ax.axhline(0, color="grey", linewidth=0.6)
+        ax.axvline(0, color="grey", linewidth=0.6)
+    axes[0].set_ylabel(f"change of client {args.client}'s loss")
+    figure.colorbar(dots, ax=axes, label="round", pad=0.01)
+    return figure
+
+
+# ---- start -------------------------------------------------------------------------------------------------
+
+def stop(message):
+    print(f"figures.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(argv=None):
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    draw = dict(curves=curves, targets=targets, alpha=alpha, gate=gate, split=split, scatter=scatter)
+    parser.error = stop
+    parser.add_argument("figure", choices=draw)
+    parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of runs.csv")
+    parser.add_argument("--target", type=float, help="targets, alpha: accuracy, percent")
+    parser.add_argument("--client", type=int, default=0, help="scatter: which client")
+    parser.add_argument("--form", default="stable", help="scatter: which FedSSG")
+    parser.add_argument("--rounds-shown", type=int, default=100, help="scatter: rounds to play (100)")
+    parser.add_argument("--points", type=Path, help="scatter: draw these points again, play nothing")
+    args, args.what = parser.parse_known_args(argv)
+    if args.figure in ("curves", "targets"):
+        args.what = [Path(x) for x in args.what] or stop(f"{args.figure}: name run folders, or see --help")
+        missing = [x for x in args.what if not x.exists() and str(x) not in reproduce.STUDIES]
+        if missing or any(str(x).startswith("-") for x in args.what):
+            stop(f"{(missing or args.what)[0]}: no such file, folder or study")
+    figure = draw[args.figure](args)
     figure.savefig(args.out, dpi=110)
 
 

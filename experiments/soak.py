@@ -2,8 +2,9 @@
 
     python experiments/soak.py --kills 50
 
-Each method runs on `synthetic` until it has been killed its share of times (SIGKILL, SIGTERM, Ctrl-C in turn) and has
-finished. Compared are the final weights and log.csv but for its column of seconds. Exit code 1 if anything differs.
+Each method runs on `synthetic` until it has been killed its share of times (SIGKILL, SIGTERM, Ctrl-C in turn)
+and has finished. Compared are the final weights, and log.csv but for its column of seconds. Exit code 1 if
+anything differs.
 """
 
 import argparse
@@ -27,8 +28,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 def command(method, out, rounds):
-    return [sys.executable, str(ROOT / "run.py"), "--algo", method, "--dataset", "synthetic", "--num-clients", "20", "--participation", "0.2",
-            "--rounds", str(rounds), "--checkpoint-every", "3", "--eval-every", "2", "--out", str(out), "--resume"]
+    flags = (f"--algo {method} --dataset synthetic --num-clients 20 --participation 0.2 --rounds {rounds} "
+             f"--checkpoint-every 0.7 --eval-every 2 --resume")
+    return [sys.executable, str(ROOT / "run.py"), *flags.split(), "--out", str(out)]
 
 
 def run(method, out, rounds, limit):
@@ -39,8 +41,9 @@ def run(method, out, rounds, limit):
 
 
 def kill_one(method, out, rounds, how, delay, limit):
-    """Start or resume the run, send the signal `delay` seconds after its first line; True if that ended it."""
-    process = subprocess.Popen(command(method, out, rounds), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Start or resume the run and send the signal `delay` seconds after its first line; True if that ended it."""
+    process = subprocess.Popen(
+        command(method, out, rounds), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
     time.sleep(delay)
     process.send_signal(how)
@@ -52,18 +55,19 @@ def kill_one(method, out, rounds, how, delay, limit):
 
 def result(out):
     """Final weights and log of the only run under `out`."""
-    folder, = out.iterdir()
+    folder, = (path for path in out.iterdir() if path.is_dir())
     left = [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
     with open(folder / "log.csv", newline="") as file:
-        log = [{name: text for name, text in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+        log = [row | {"seconds": None} for row in csv.DictReader(file)]
     return torch.load(folder / "model.pt", weights_only=True), log, left
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="in all")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of each run")
-    parser.add_argument("--max-delay", type=float, default=3.0, help="seconds after the first line at which a run is killed at the latest")
+    parser.add_argument("--max-delay", type=float, default=3.0, help="latest kill, seconds after the first line")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--limit", type=float, default=300, help="seconds that any one run may take")
     args = parser.parse_args()
@@ -77,8 +81,8 @@ def main():
             for attempt in range(4 * share):        # a run that finished first is no kill: it starts over
                 if mine == share:
                     break
-                ended = kill_one(method, disturbed, args.rounds, SIGNALS[attempt % 3], draw.uniform(0, args.max_delay), args.limit)
-                if ended:
+                how, delay = SIGNALS[attempt % 3], draw.uniform(0, args.max_delay)
+                if kill_one(method, disturbed, args.rounds, how, delay, args.limit):
                     mine += 1
                 else:
                     same += compare(method, straight, disturbed)
