@@ -204,16 +204,28 @@ def names(model: nn.Module) -> list[tuple[str, int]]:
             for name, p in module.named_parameters(path, False, False) if id(p) in place]
 
 
-def forward(model: nn.Module, theta: Tensor, x: Tensor, named: Optional[list] = None) -> Tensor:
-    """The model's output for x with theta (d,) as its trainable parameters. The model stays as it is."""
-    own = parts(model, theta)
-    return functional_call(model, {name: own[j] for name, j in named or names(model)}, x, tie_weights=False)
+def forward(model: nn.Module, theta: Optional[Tensor], x: Tensor, precision: str = "float32",
+            named: Optional[list] = None) -> Tensor:
+    """The model's output for x with theta (d,) as its trainable parameters, or with its own if theta is None.
+
+    precision `bf16`: it computes under torch.autocast, forward and backward. The model stays as it is.
+    """
+    call = model
+    if theta is not None:
+        own = parts(model, theta)
+        own = {name: own[j] for name, j in named or names(model)}
+        call = functools.partial(functional_call, model, own, tie_weights=False)
+    if precision != "bf16":
+        return call(x)
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):    # a cache would keep old weights
+        return call(x).float()
 
 
 def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, Y: Tensor, idx: Tensor,
               w: Tensor, lr: float, weight_decay: float = 0.0, clip: float = math.inf, mode: str = "auto",
               chunk: Optional[int] = None, augment: Optional[Callable] = None, draws: Optional[Tensor] = None,
-              compiled: bool = False, criterion: Callable = F.cross_entropy) -> tuple[Tensor, Tensor]:
+              compiled: bool = False, criterion: Callable = F.cross_entropy,
+              precision: str = "float32") -> tuple[Tensor, Tensor]:
     """K steps of SGD of every client of the cohort, from omega, with the affine term of this file's head:
 
         g = grad f_i(theta) + rho_i theta + b_i
@@ -225,6 +237,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     mode     `loop`: each client by itself, as many at once as torch has threads (CPU). `vmap`: all clients in
              one batched step (CUDA), `chunk` at once, by torch.compile if `compiled`. `auto` picks
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
+    precision   `bf16`: the model computes under torch.autocast; all else is in float32
     Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
     Raises ValueError for another mode, or a model that `refuse` refuses.
     """
@@ -250,7 +263,8 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
             g.copy_(b[j])               # the affine term, to which backward() adds the gradient of f_i
             if rho[j]:
                 g.add_(theta, alpha=rho[j])
-            loss = (criterion(own(batches(k, j)), y, reduction="none") * w_k).sum()
+            output = forward(own, None, batches(k, j), precision)
+            loss = (criterion(output, y, reduction="none") * w_k).sum()
             loss.backward()
             losses += loss.detach()
             norm = float(g.norm())
@@ -271,15 +285,16 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         return torch.stack(theta_i), torch.stack(loss_i)
     numbers = [omega.new_full((), x) for x in (lr, weight_decay, clip)]     # floats would be compiled in
     step = torch.compile(_step, mode="reduce-overhead") if compiled else _step
-    step = functools.partial(step, model, names(model), criterion, *numbers)
+    step = functools.partial(step, model, names(model), precision, criterion, *numbers)
     theta_i, loss_i = zip(*map(many, torch.arange(m, device=idx.device).split(chunk or m)))
     return torch.cat(theta_i), torch.cat(loss_i)
 
 
-def _step(model, named, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
+def _step(model, named, precision, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
     """`vmap`: one step of all clients; (m, d) -> (m, d), and the losses (m,)."""
     def loss(theta, x, y, w):
-        return (criterion(forward(model, theta, x, named), y, reduction="none") * w).sum()
+        output = forward(model, theta, x, precision, named)
+        return (criterion(output, y, reduction="none") * w).sum()
     g, value = vmap(grad_and_value(loss))(theta, x, y, w)
     g = g + rho[:, None] * theta + b
     scale = (clip / g.norm(dim=1, keepdim=True)).clamp(max=1)               # (m, 1)

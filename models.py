@@ -32,13 +32,19 @@ def cnn(channels: int, size: int, classes: int) -> nn.Module:
     (n, channels, size, size) -> logits (n, classes).
 
     32x32x3 images: 797 962 parameters for 10 classes (CIFAR-10), 815 332 for 100. The paper names the
-    convolutions only; the rest is the released program's.
+    convolutions only; the rest is the released program's. It works in channels_last, the parameters do not.
     """
     side = ((size - 4) // 2 - 4) // 2
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(channels, 64, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(64 * side * side, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, classes))
+    model.register_forward_pre_hook(_channels_last)
+    return model
+
+
+def _channels_last(module, inputs):     # in memory: faster on a CPU. vmap knows no .contiguous(memory_format=...)
+    return inputs[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def build(name: str, shape: Sequence[int], classes: int, hidden: Sequence[int], seed: int) -> nn.Module:

@@ -9,6 +9,8 @@ The other files of its folder are printouts: written, never read.
 """
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -77,7 +79,10 @@ def federate(settings, dataset, device):
 def simulate(run, fed, args):
     """Play what is left of a run; returns its summary. The rest lies in the run's folder."""
     settings, log, folder = run["settings"], run["log"], folder_of(run["settings"], args)
-    state = run["state"] = place(run["state"], fed, args)
+    rows_device, state = "cpu" if args.state_device == "cpu" else fed.device, run["state"]
+    for name, x in state.items():       # of rows a process keeps its own clients'
+        mine = x[fed.rank::fed.W].to(rows_device) if name.endswith("_i") else x.to(fed.device)
+        state[name] = mine.clone()
     if fed.rank == 0:
         announce(folder, run, fed, args)
     saved, warned = time.perf_counter(), set()
@@ -109,7 +114,8 @@ def play_round(settings, fed, s, t, args):
         seen["rho"] = rho
         theta_i, seen["loss"] = local_sgd(
             fed.model, s["omega"], rho, b, fed.X, fed.Y, lr=r.lr, weight_decay=settings["weight_decay"],
-            clip=settings["clip"], mode=args.mode, chunk=args.chunk, compiled=args.compile, **batches)
+            clip=settings["clip"], mode=args.mode, chunk=args.chunk, compiled=args.compile,
+            precision=settings["precision"], **batches)
         return theta_i
     method = functools.partial(with_rows_on_host, method) if args.state_device == "cpu" else method
     values = method(s, r, train, **settings["hyper"])                           # {name: (m,)}
@@ -118,7 +124,8 @@ def play_round(settings, fed, s, t, args):
     numbers = {name: x / r.m for name, x in zip(values, sums)} | {"train_loss": loss / steps}
     if t % settings["eval_every"] == 0 or t == r.T:
         X, Y = (x[fed.rank::fed.W] for x in (fed.X_test, fed.Y_test))
-        numbers["test_acc"], numbers["test_loss"] = evaluate(fed.model, s["omega"], X, Y)
+        tests = evaluate(fed.model, s["omega"], X, Y, precision=settings["precision"])
+        numbers["test_acc"], numbers["test_loss"] = tests
     largest = {name: x.max() for name, x in (values | {"rho": seen["rho"]}).items() if len(x)}
     floats = torch.stack([*numbers.values(), *largest.values()]).tolist()       # the host waits here alone
     row = dict.fromkeys(COLUMNS) | dict(zip(numbers, floats), round=t, seconds=time.perf_counter() - began)
@@ -147,10 +154,10 @@ def plan_round(settings, fed, t, dtype):
 
 
 @torch.no_grad()
-def evaluate(model, theta, X, Y, batch=2000):
+def evaluate(model, theta, X, Y, batch=2000, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
     training = model.training
-    out = torch.cat([forward(model.eval(), theta, x) for x in X.split(batch)])  # (n, classes)
+    out = torch.cat([forward(model.eval(), theta, x, precision) for x in X.split(batch)])   # (n, classes)
     model.train(training)
     loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
     loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
@@ -211,24 +218,14 @@ def load(folder, settings, fed):
         return dict(settings=settings, log=[], state={"omega": fed.omega})
     try:
         run = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        known, log, omega = run["settings"], run["log"], run["state"]["omega"]      # all there?
+        known = run["settings"]
         names = [name for name in settings | known if settings.get(name) != known.get(name)]
+        summarise(run["log"], len(run["state"]["omega"]))       # all there?
     except Exception as error:      # torch raises many kinds for a damaged file
         stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove its folder to start anew")
     for name in names:
         stop(2, f"{path}: its run has {name} {known.get(name)}, not {settings.get(name)}; use another --out")
     return run
-
-
-def place(state, fed, args):
-    """A copy of the state as this process keeps it: its own per-client rows, and all that is the server's."""
-    rows_device, placed = "cpu" if args.state_device == "cpu" else fed.device, {}
-    for name, x in state.items():
-        if name.endswith("_i"):
-            placed[name] = x[fed.rank::fed.W].clone().to(rows_device)
-        else:
-            placed[name] = x.clone().to(fed.device)
-    return placed
 
 
 def save(folder, run, fed, args):
@@ -429,7 +426,8 @@ def flag_parser():
     add("--mode", choices=("auto", "loop", "vmap"), default="auto", help="clients one by one, or at once")
     add("--chunk", type=number(int, 0), default=0, help="vmap: at most so many clients at once; 0: all")
     add("--compile", **yes, help="vmap: compile the step, once a size of cohort; needs a C++ compiler")
-    add("--tf32", **yes, help="CUDA: matrix products with 10 bits of mantissa")
+    add("--precision", choices=("float32", "tf32", "bf16"), default="float32",
+        help="of the model; tf32: CUDA only; bf16: by autocast, fast on GPUs and on CPUs that have it")
     add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: per-client rows in host memory")
     add("--out", default="runs", help="folder of the results")
     add("--resume", **yes, help="go on with runs that were interrupted")
@@ -529,24 +527,25 @@ def open_device(args):
         stop(2, "--state-device cpu: works in one process; start without torchrun")
     if W > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
+    if args.precision == "tf32" and not cuda:
+        stop(2, "--precision tf32: works on CUDA only; use float32 or bf16")
     if not cuda:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if W > 1 else 0)
     torch.cuda.set_device(device)
     torch.backends.cudnn.deterministic = True       # else a resumed run is not the straight one, bit for bit
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.precision == "tf32"
     return device
 
 
 def load_data(args, device):
     """The data set. Contents make an .npz what it is, whatever its path."""
-    several = dist.is_initialized()
-    waits = several and os.environ.get("LOCAL_RANK", "0") != "0"
-    if waits:                       # the first process of a machine may have to download
-        dist.barrier()
-    dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
-    if several and not waits:
-        dist.barrier()
+    first = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
+    for turn in (True, False):      # the first process of a machine may have to download
+        if turn == first:
+            dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
+        if dist.is_initialized():
+            dist.barrier()
     if args.dataset.endswith(".npz"):
         path = Path(args.dataset).expanduser()
         args.contents, args.dataset = hashlib.sha256(path.read_bytes()).hexdigest()[:8], path.name
@@ -595,6 +594,8 @@ def main(argv=None):
     """Play what the command line says; what is not the program's fault ends it with one line."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")        # a terminal without ± shows ?
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 4 * 2 ** 20)      # glibc returns blocks above 4 MB: memory stays flat
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     args = parse(sys.argv[1:] if argv is None else argv)
     try:

@@ -657,6 +657,26 @@ def test_client_refuses_what_draws_or_mixes_samples(name, mode):
     assert "\n" not in str(error.value) and torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_client_bf16_rounds_the_operands(mode):
+    """One step of softmax regression = the same step on operands that were rounded to bf16 by hand."""
+    g = torch.Generator().manual_seed(0)
+    model, X, Y = nn.Linear(6, 3, bias=False), torch.randn(8, 6, generator=g), torch.arange(8) % 3
+    omega, rho, b = flatten(model), torch.tensor([0.5]), torch.randn(1, 18, generator=g)
+    arguments = omega, rho, b, X, Y, torch.arange(8)[None, None], torch.ones(1, 1, 8), 0.1, 0.01, 10.0, mode
+    (theta,), loss = local_sgd(model, *arguments, precision="bf16")
+    (plain,), _ = local_sgd(model, *arguments)
+
+    def rounded(x):
+        return x.bfloat16().float()
+    logits = rounded(rounded(X) @ rounded(omega.view(3, 6)).T)
+    dlogits = rounded((logits.softmax(1) - nn.functional.one_hot(Y, 3)) / 8)
+    grad = rounded(dlogits.T @ rounded(X)).flatten() + 0.5 * omega + b[0]
+    assert theta.dtype == loss.dtype == F32 and (theta - plain).abs().max() > 5e-5
+    assert (theta - (omega - 0.1 * (grad + 0.01 * omega))).abs().max() < 1e-5
+    assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(logits, Y)), rel=1e-5)
+
+
 # ==== 6. Models; the file alone =============================================================================
 
 @pytest.mark.parametrize("name, shape, classes, hidden, d", [
@@ -1107,7 +1127,7 @@ REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --
 --letters 27; --model resnet; --hidden 5 x; --model linear --hidden 5; --like svhn; --augment all
 --target-acc 101; --eval-every 0; --stop-after 0; --checkpoint-every -1; --mode scan; --chunk -1
 --device cuda:0; --device cuda; --state-device cuda; --gate-ratio walking; --alpha -1; --local-epochs 0
---algo fedvra --dual-step soon
+--algo fedvra --dual-step soon; --precision tf32; --precision half
 --sampling bernoulli --participation 1e-9""".replace("\n", "; ").split("; ")
 
 
@@ -1371,6 +1391,19 @@ def test_cli_resumed_is_straight(algo, form, tiny, tmp_path):
         assert [len(read(x / "checkpoint.pt")["log"]) for x in (tmp_path / out).iterdir()] == [3] * methods
         assert start(tiny, tmp_path / out, f"{flags} --state-device {then} --resume", algo) == 0
         assert same(tmp_path / "straight", tmp_path / out, methods)
+
+
+def test_cli_precision_is_a_setting(tiny, tmp_path):
+    """bf16 is another run than float32, the same when resumed, and keeps its state in float32."""
+    assert start(tiny, tmp_path / "straight", "--rounds 6 --precision bf16") == 0
+    assert start(tiny, tmp_path / "a", "--rounds 6 --precision bf16 --stop-after 3") == 0
+    state = read(folders(tmp_path / "a")["fedssg"] / "checkpoint.pt")["state"]
+    assert len(state) == 6 and {x.dtype for x in state.values()} == {torch.float32}
+    assert start(tiny, tmp_path / "a", "--rounds 6 --precision bf16 --resume") == 0
+    assert same(tmp_path / "straight", tmp_path / "a")
+    assert start(tiny, tmp_path / "a", "--rounds 6") == 0 and len(list((tmp_path / "a").iterdir())) == 2
+    losses = {log_of(folder)[-1][3] for folder in (tmp_path / "a").iterdir()}
+    assert len(losses) == 2
 
 
 def at_round(t, monkeypatch, name, do):

@@ -79,7 +79,7 @@ def mnist(data_dir, device):
 
 
 def products(x, weights, G, outputs, dW, dx):
-    """A step's matrix products, x (B, features), G (B, classes), into the last three; or with a leading (m,)."""
+    """A step's matrix products of x (B, features), G (B, classes), into the last three; all may lead with (m,)."""
     inputs = [x, *outputs[:-1]]
     for x, W, y in zip(inputs, weights, outputs):
         torch.matmul(x, W.mT, out=y)                    # x W^T
@@ -90,7 +90,7 @@ def products(x, weights, G, outputs, dW, dx):
 
 
 def bare(model, X, idx):
-    """{name: f}: a round's matrix products alone; each step has its own batch, each client its own weights."""
+    """{name: f}: a round's matrix products; each step has its own batch, each client its own weights."""
     K, m, B = idx.shape
     x = X[idx].flatten(3).transpose(0, 1).contiguous()  # (m, K, B, features), gathered beforehand
     weights = [p.detach().repeat(m, 1, 1) for p in model.parameters() if p.dim() == 2]
@@ -198,7 +198,7 @@ def rounds_of_fedssg(device, model, features, hidden, N, m, n_i, rounds):
     X, Y = torch.randn(10_000, features, device=device), torch.arange(10_000, device=device) % 10
     parts = np.random.default_rng(0).integers(len(X), size=(N, n_i))    # shared: a client costs its indices
     model = models.build(model, (features,), 10, hidden, 0).to(device)
-    s, times, start = {"omega": flatten(model)}, [], peak_memory(device)
+    s, times = {"omega": flatten(model)}, []
 
     def one(t):
         cohort = data.sample_clients(N, m / N, "fixed", 0, t)

@@ -103,7 +103,7 @@ OMITTED = ("split", "contents", "form", "fills", "compile", "mode", "chunk")
 # Left out at these values: then a run of a version that has no such flag is the same run.
 NEUTRAL = dict(
     letters=10, augment=False, sampling="fixed", unbalanced_sigma=0, min_samples=1, shards=2, batch_size=50,
-    lr=0.1, lr_decay=0.998, clip=10, local_epochs=5, eval_every=1, precision="fp32", model="fcn",
+    lr=0.1, lr_decay=0.998, clip=10, local_epochs=5, eval_every=1, precision="float32", model="fcn",
     hidden=[200, 200], weight_decay=1e-3)
 SPLIT = ("dataset", "num_clients", "participation", "partition", "dir_alpha")
 NAMED = (*SPLIT, "rounds", "local_epochs", "lr_decay", "precision")
@@ -116,7 +116,7 @@ def canonical(settings):
     """The settings that make a run this run, by today's names, whichever version wrote them."""
     s = {name: value for name, value in settings.items() if name not in OMITTED}
     s["dataset"], how = Path(s["dataset"]).name, s["partition"]
-    s["precision"] = "tf32" if s.pop("tf32", False) else s.get("precision", "fp32").replace("float32", "fp32")
+    s["precision"] = "tf32" if s.pop("tf32", False) else s.get("precision", "float32")
     cifar = dict(model="cnn", augment=True) if s["dataset"].startswith("cifar") else {}
     neutral = NEUTRAL | cifar | (dict(hidden=[100]) if s["dataset"] == "emnist" else {})
     neutral |= dict(weight_decay=1e-5) if s["algo"] == "fedprox" else {}
@@ -172,7 +172,7 @@ def wanted(results, fresh=True):
     if fresh or known.keys() != like.keys():
         for flags, dataset in like.items():
             s = resolve(flags)
-            other = dict(dataset=dataset, precision="fp32") if dataset else {}
+            other = dict(dataset=dataset, precision="float32") if dataset else {}
             known[flags] = (id_of(s), paper_key(s | other)) if s else ("", "")      # no id: run.py refuses it
         write_csv(path, columns, [(flags, *known[flags]) for flags in like])
     return known
@@ -229,7 +229,7 @@ def row_of(folder, targets=(), **known):
     row = {x: settings.get(x, "") for x in COLUMNS} | s | dict(
         id=id_of(settings), method=algo, variant=variant, played=len(log), date=date, device=config["device"],
         setting=re.sub(r"[^\w.=+-]", "", setting.replace(", ", "+")), torch=config["torch"],
-        precision=s.get("precision", "fp32"), hyper=" ".join(f"{x}={value}" for x, value in hyper.items()),
+        precision=s.get("precision", "float32"), hyper=" ".join(f"{x}={value}" for x, value in hyper.items()),
         to_targets=" ".join(f"{x:g}:{t}" for x, t in at.items()), seconds_per_round=f"{pace:.3f}",
         best=f"{max(accs):.2f}" if accs else "", last=f"{accs[-1]:.2f}" if accs else "",
         last50_mean=f"{mean(accs[-50:]):.3f}" if ended and len(accs) >= 50 else "",
