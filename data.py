@@ -196,7 +196,7 @@ def load(name: str, data_dir: str = "data", device="cpu", *, letters: int = 10) 
     try:
         sets, classes = (_synthetic() if name == "synthetic" else _read_npz(path) if own else
                          _read_torchvision(name, path, letters))
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError, IsADirectoryError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes torchvision, numpy and zipfile raise almost anything
         remedy = "save plain numbers by numpy.savez" if own else f"delete {name}'s files to fetch them again"

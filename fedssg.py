@@ -8,7 +8,7 @@ the client loop. Equation numbers count through the paper and its appendices.
     S^t, m       r.i, r.m          (m,)      the cohort of round t (as indices of rows), its size
     p            r.p                         the probability with which a client takes part in a round
     t, T         r.t, r.T                    round (from 1), horizon
-    K            r.K_i             (m,)      local steps: local epochs E times ceil(n_i / batch size B)
+    K            r.K_i             (m,)      local steps, epochs E times ceil(n_i / B); in Algorithm 1 K is N
     eta          r.lr, r.lr0                 learning rate of this round, of round 1
     omega        s["omega"]        (d,)      the model sent out
     theta_i      theta_i           (m, d)    what client i returns
@@ -66,7 +66,7 @@ class Round:
     lr0: float
     num_rows: int       # clients that this process keeps rows of
     i: Tensor           # (m,) int64: which of them are in the cohort
-    K_i: Tensor         # (m,), like the rest of omega's dtype
+    K_i: Tensor         # (m,) 1 or more, of omega's dtype, as are the next three
     n_i: Tensor         # (m,)
     size_i: Tensor      # (m,)
     labels_i: Tensor    # (m, classes) label counts
@@ -86,7 +86,7 @@ def gate(count_i: Tensor, r: Round, *, ratio: str = "horizon", shape: str = "ide
     if shape not in ("identity", "clip", "logistic"):
         raise ValueError(f"gate shape {shape!r}: use identity, clip or logistic")
     expected = r.p * (r.t if ratio == "running" else r.T)
-    g_i = torch.ones_like(count_i) if ratio == "off" else count_i / (expected + eps)    # Eq. (5)
+    g_i = torch.ones_like(count_i) if ratio == "off" else count_i / (expected + eps)    # Eq. (5), or xi_i
     g_i = g_i.clamp(0, 1) if shape == "clip" else torch.sigmoid(g_i) if shape == "logistic" else g_i
     return scale * g_i + beta       # Eq. (6), whose alpha is scale; beta as in Algorithm 1
 
@@ -96,7 +96,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
            gate_shape: Literal["identity", "clip", "logistic"] = "identity", gate_scale: float = 1.0,
            beta: float = 1.0, alignment: Literal["inner", "prox", "none"] = "inner",
            correction: Literal["state", "plain", "last", "none"] = "state") -> dict:
-    """One round of FedSSG, by default FORMS["released"]. Averages plainly over the cohort, as the paper does.
+    """One round of FedSSG, by default FORMS["released"]. Averages plainly over the cohort, as in Eq. (28).
 
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i
@@ -111,7 +111,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
     count_i[r.i] += 1
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)      # (m,)
 
-    # 2. alignment: Eqs. (8) and (9) are gated, P_i, Eq. (19), is not
+    # 2. alignment: Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
     alpha_i = alpha / r.size_i                                              # (m,)
     rho_i, b_i = torch.zeros_like(phi_i), torch.zeros_like(h_i[r.i])        # (m,), (m, d)
     if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
@@ -126,7 +126,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
     if correction in ("state", "plain"):    # SCAFFOLD's control variates
         c_i, c = rows(s, "c_i", r), s.setdefault("c", torch.zeros_like(omega))
         b_i = b_i + c - c_i[r.i]
-    elif correction == "last":      # G_i, Eq. (23), with 1 / (eta K) where the paper prints 1 / (eta E)
+    elif correction == "last":      # Eq. (24), with 1 / (eta K) where the paper prints 1 / (eta E)
         D_last_i, D_last = rows(s, "D_last_i", r), s.setdefault("D_last", torch.zeros_like(omega))
         b_i = b_i + (D_last_i[r.i] - D_last) / (r.lr * r.K_i)[:, None]
     elif correction != "none":
@@ -167,8 +167,8 @@ def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor
 def total(*x_i: Tensor) -> list[Tensor]:
     """Sum over the cohort, (m, *) -> (*), of each argument: over all processes, in one all-reduce.
 
-    In float64, where sums of m float32 numbers are exact unless they differ by a factor of 2^29 / m. So the
-    number of processes changes no bit of a run.
+    In float64, where sums of m float32 numbers are exact unless they differ by a factor of 2^29 / m. Else the
+    number of processes would change a run.
     """
     sums = [x.sum(dim=0, dtype=torch.float64) for x in x_i]
     if dist.is_available() and dist.is_initialized():
@@ -187,6 +187,8 @@ def trainable(model: nn.Module) -> list[Tensor]:
 
 def flatten(model: nn.Module) -> Tensor:
     """A copy of the model's trainable parameters as one vector theta (d,)."""
+    if not trainable(model):
+        raise ValueError("the model has no trainable parameter (requires_grad)")
     return torch.cat([p.detach().flatten() for p in trainable(model)])
 
 
@@ -217,7 +219,7 @@ def forward(model: nn.Module, theta: Optional[Tensor], x: Tensor, precision: str
         call = functools.partial(functional_call, model, own, tie_weights=False)
     if precision != "bf16":
         return call(x)
-    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):    # a cache would keep old weights
+    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):    # it would keep old weights
         return call(x).float()
 
 
@@ -263,8 +265,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
             g.copy_(b[j])               # the affine term, to which backward() adds the gradient of f_i
             if rho[j]:
                 g.add_(theta, alpha=rho[j])
-            output = forward(own, None, batches(k, j), precision)
-            loss = (criterion(output, y, reduction="none") * w_k).sum()
+            loss = _loss(criterion, forward(own, None, batches(k, j), precision), y, w_k)
             loss.backward()
             losses += loss.detach()
             norm = float(g.norm())
@@ -290,11 +291,17 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     return torch.cat(theta_i), torch.cat(loss_i)
 
 
+def _loss(criterion, output, y, w):
+    losses = criterion(output, y, reduction="none")
+    if losses.shape != w.shape:
+        raise ValueError(f"the criterion gives losses of shape {tuple(losses.shape)}, not one a sample")
+    return (losses * w).sum()
+
+
 def _step(model, named, precision, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
     """`vmap`: one step of all clients; (m, d) -> (m, d), and the losses (m,)."""
     def loss(theta, x, y, w):
-        output = forward(model, theta, x, precision, named)
-        return (criterion(output, y, reduction="none") * w).sum()
+        return _loss(criterion, forward(model, theta, x, precision, named), y, w)
     g, value = vmap(grad_and_value(loss))(theta, x, y, w)
     g = g + rho[:, None] * theta + b
     scale = (clip / g.norm(dim=1, keepdim=True)).clamp(max=1)               # (m, 1)
@@ -313,17 +320,17 @@ _accepted = weakref.WeakKeyDictionary()     # models that `refuse` has tried, wi
 
 def refuse(model: nn.Module, X: Tensor) -> None:
     """Raise ValueError if the model, on samples of X, draws random numbers (a run would not repeat) or mixes
-    the samples of a batch (padding would count). It tries a copy of the model, once in each mode."""
+    the samples of a batch (padding would count). It tries a copy, in the mode that it is in."""
     mode = [module.training for module in model.modules()]
     if _accepted.get(model) == mode:
         return
     tried, x = copy.deepcopy(model).cpu(), X[torch.linspace(0, len(X) - 1, 16).long()].cpu()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for p in tried.parameters():
+        for p in filter(torch.is_floating_point, tried.parameters()):
             p += 0.01               # a last layer of zeros would hide what comes before it
         before, output = torch.get_rng_state(), tried(x)[:8]
         x[8:] = x[:8].clone()
-        alone, after = torch.allclose(tried(x)[:8], output, rtol=1e-3), torch.get_rng_state()
+        alone, after = torch.allclose(tried(x)[:8], output, 1e-3, equal_nan=True), torch.get_rng_state()
     if not torch.equal(before, after):
         raise ValueError("the model draws random numbers (dropout?): set p to 0, or take that layer out")
     if not alone:

@@ -1,8 +1,4 @@
-"""The models of the paper, as plain torch modules.
-
-None has batch norm or dropout. Models in which the samples of a batch mix, or that draw random numbers while
-training, are refused by fedssg.py: padding rows would count, and a round would not be a function of its seed.
-"""
+"""The models of the paper, as plain torch modules. None has batch norm or dropout: `refuse` in fedssg.py."""
 
 from math import prod
 from typing import Sequence
@@ -43,22 +39,24 @@ def cnn(channels: int, size: int, classes: int) -> nn.Module:
     return model
 
 
-def _channels_last(module, inputs):     # in memory: faster on a CPU. vmap knows no .contiguous(memory_format=...)
+def _channels_last(module, inputs):     # faster on a CPU; vmap knows no .contiguous(memory_format=...)
     return inputs[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def build(name: str, shape: Sequence[int], classes: int, hidden: Sequence[int], seed: int) -> nn.Module:
     """The named model for samples of the given shape, with torch's initial weights drawn from the seed.
 
-    The draw is made on the CPU, leaves torch's own generator as it was, and is the same on every device.
-    Raises ValueError if the name is unknown or the model does not fit the shape.
+    The draw is the same on every device and leaves torch's own generator as it was. Raises ValueError if the
+    name is unknown or the model does not fit the shape.
     """
-    if name not in MODELS:
-        raise ValueError(f"--model {name}: use one of {', '.join(MODELS)}")
     if name == "cnn" and (len(shape) != 3 or shape[1] != shape[2] or shape[1] < 16):
         raise ValueError(f"--model cnn: needs square images, 16x16 or more, not {tuple(shape)}; use fcn")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if name == "linear":
+            return linear(prod(shape), classes)
+        if name == "fcn":
+            return fcn(prod(shape), hidden, classes)
         if name == "cnn":
             return cnn(shape[0], shape[1], classes)
-        return fcn(prod(shape), hidden, classes) if name == "fcn" else linear(prod(shape), classes)
+    raise ValueError(f"--model {name}: use one of {', '.join(MODELS)}")

@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 import warnings
+import zipfile
 from collections import namedtuple
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -55,6 +56,7 @@ NOT_SETTINGS = {"algo", "given", "seeds", "like", "data_dir", "device", "state_d
                 "compile", "out", "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")
 SIGNALS = []                            # that have come in
+STAMPS = {}                             # checkpoint.pt -> its time of change when this process last used it
 
 # What does not change during a run: the data, each client's samples (indices of X) and label counts
 # (N, classes), the model, its first parameters, this process's device and rank, the number W of processes.
@@ -66,6 +68,8 @@ Federation = namedtuple("Federation", "X Y X_test Y_test shares labels model ome
 def federate(settings, dataset, device):
     """Deal the data out to the clients and build the model."""
     X, Y, X_test, Y_test, classes = dataset
+    if settings["augment"] and X.dim() != 4:
+        raise ValueError("--augment: flips and shifts need images; use --augment none")
     labels, seed = Y.cpu().numpy(), settings["seed"]
     options = {name: settings[name] for name in ("dir_alpha", "unbalanced_sigma", "min_samples", "shards")}
     shares = data.partition(labels, settings["num_clients"], settings["partition"], seed, **options)
@@ -156,9 +160,10 @@ def plan_round(settings, fed, t, dtype):
 @torch.no_grad()
 def evaluate(model, theta, X, Y, batch=2000, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
-    training = model.training
+    modes = [module.training for module in model.modules()]
     out = torch.cat([forward(model.eval(), theta, x, precision) for x in X.split(batch)])   # (n, classes)
-    model.train(training)
+    for module, mode in zip(model.modules(), modes):
+        module.training = mode
     loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
     loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
     return 100 * right / n, loss / n
@@ -214,18 +219,29 @@ def folder_of(settings, args):
 def load(folder, settings, fed):
     """The run in checkpoint.pt, its tensors mapped from the file; a new run if there is none."""
     path = folder / "checkpoint.pt"
+    STAMPS[path] = changed(path)
     if not path.exists():
         return dict(settings=settings, log=[], state={"omega": fed.omega})
     try:
+        if zipfile.ZipFile(path).testzip():         # torch.load looks at no checksum
+            raise ValueError("checksum")
         run = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         known = run["settings"]
         names = [name for name in settings | known if settings.get(name) != known.get(name)]
         summarise(run["log"], len(run["state"]["omega"]))       # all there?
+    except (PermissionError, MemoryError):
+        raise
     except Exception as error:      # torch raises many kinds for a damaged file
+        if "to allocate" in str(error):
+            raise
         stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove its folder to start anew")
     for name in names:
         stop(2, f"{path}: its run has {name} {known.get(name)}, not {settings.get(name)}; use another --out")
     return run
+
+
+def changed(path):
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def save(folder, run, fed, args):
@@ -241,7 +257,11 @@ def save(folder, run, fed, args):
         if fed.rank == 0:
             state = state | {name: torch.cat([rows[name] for rows in everyones])[order] for name in mine}
     if fed.rank == 0:
-        write(folder / "checkpoint.pt", run | {"state": state})
+        path = folder / "checkpoint.pt"
+        if changed(path) != STAMPS[path]:
+            stop(1, f"{folder}: another process plays this run")
+        write(path, run | {"state": state})
+        STAMPS[path] = changed(path)
         print_out(folder, run, fed, args)
 
 
@@ -282,6 +302,9 @@ def announce(folder, run, fed, args):
     """Say what is about to be played, or that nothing is left; write the printouts anew."""
     settings, log, n = run["settings"], run["log"], fed.labels.sum(axis=1)
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("*.tmp"):       # by a kill, unless another process is just writing it
+        if time.time() - left.stat().st_mtime > 60:
+            left.unlink(missing_ok=True)
     if not log and (args.resume or (folder / "log.csv").exists()):
         print(f"{folder}: no checkpoint to resume; starts at round 1")
     elif done(log, args):
@@ -309,14 +332,16 @@ def progress(settings, log, args):
 
 def warn(settings, log, largest, fed, warned):
     """Say once what overshoots, or that nothing is learnt; of a run that diverged, what is most at fault."""
-    algo, lr, guess = settings["algo"], settings["lr"], math.log(fed.labels.shape[1])
+    algo, lr, guess = settings["algo"], settings["lr"], math.log(max(fed.labels.shape[1], 2))
     decay = settings["lr_decay"] ** (len(log) - 1)
     growth = decay * largest.get("gate", 0) if settings["hyper"].get("correction") == "state" else 0
     loss = min(row["train_loss"] for row in log[-10:]) if len(log) >= 10 else 0
     strength = {"fedprox": "--mu", "fedvra": "--gamma", "fedssg": "--alpha, or --gate-shape clip"}
+    strength = f"lower {strength.get(algo, '--alpha')} or --lr"
     found = [       # value, limit, what it is, what to lower or to use
-        (lr * decay * largest.get("rho", 0), 1, "eta_t max rho_i", f"lower {strength.get(algo, '--alpha')}"),
-        (largest.get("gain", 0), 2, "phi eta K alpha", "lower --alpha"),
+        (lr * decay * largest.get("rho", 0), 1, "eta_t max rho_i", strength),
+        (lr * decay * settings["weight_decay"], 2, "eta_t lambda", "lower --lr or --weight-decay"),
+        (largest.get("gain", 0), 2, "phi eta K alpha", "lower --alpha or --lr"),
         (growth, 2, "phi eta_t / eta_0", "use --form stable"),
         (loss, 2 * guess, f"the train loss of ten rounds, with ln(classes) {guess:.3g},", "lower --lr")]
     value, limit, what, advice = max(found, key=lambda x: x[0] / x[1] if math.isfinite(x[0]) else 0)
@@ -469,6 +494,8 @@ def parse(argv):
     fill_in(args)
     if args.sampling == "bernoulli" and args.participation * args.num_clients < 1e-3:
         stop(2, "--participation: too few for --sampling bernoulli; use 1e-3 / N or more")
+    if args.lr * args.lr_decay ** (args.rounds - 1) < 1e-30:
+        stop(2, f"--lr-decay {args.lr_decay}: nothing is left of the rate in round {args.rounds}")
     return args
 
 
@@ -506,12 +533,14 @@ def settings_for(algo, seed, args):
         del settings["form"]
     if args.model != "fcn":
         del settings["hidden"]
+    if args.dataset != "emnist":
+        del settings["letters"]
     return settings
 
 
 def stop(code, message):
     """End the program with one line; of several processes the first says what concerns all."""
-    if code == 1 or "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
+    if code == 1 or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
         print(f"run.py: {message}", file=sys.stderr)
     sys.exit(code)
 
@@ -520,13 +549,15 @@ def stop(code, message):
 
 def open_device(args):
     """This process's device; under torchrun also its process group."""
-    W, cuda = int(os.environ.get("WORLD_SIZE", 1)), args.device != "cpu" and torch.cuda.is_available()
+    W, cuda = int(os.environ.get("WORLD_SIZE") or 1), args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         stop(2, "--device cuda: this machine has no CUDA device that torch can use; use cpu")
     if W > 1 and args.state_device == "cpu":
         stop(2, "--state-device cpu: works in one process; start without torchrun")
     if W > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
+    if (args.compile or args.chunk) and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
+        stop(2, "--compile, --chunk: work with --mode vmap")
     if args.precision == "tf32" and not cuda:
         stop(2, "--precision tf32: works on CUDA only; use float32 or bf16")
     if not cuda:
@@ -611,7 +642,7 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        stop(1, f"{error.filename or args.out}: {error.strerror or error}")
+        stop(1, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (MemoryError, RuntimeError) as error:
         text, kind = str(error), type(error).__module__
         if isinstance(error, MemoryError) or "to allocate" in text or "ALLOC_FAILED" in text:

@@ -5,6 +5,7 @@
     3 affine term; one round by hand, test_method_*     7 data, test_data_*
     4 invariants, convergence, Disco, test_method_*     8 command line, test_cli_*
                                                         9 tables and figures, test_experiments_*
+                                                        9 tables and figures, test_experiments_*
 
 Each method is compared with something independent of it: numbers worked by hand, autograd, torch.optim,
 closed forms, another method at the setting at which both are the same. No network, no data files.
@@ -12,7 +13,6 @@ closed forms, another method at the setting at which both are the same. No netwo
 
 import copy
 import csv
-import gzip
 import hashlib
 import importlib.util
 import inspect
@@ -55,18 +55,18 @@ METHODS = {**ALGORITHMS, **{f"fedssg {form}": partial(fedssg, **FORMS[form]) for
 
 # ---- helpers: a round, two federated problems of four clients, and the loop over rounds ----
 
-def make_round(i, n=(1, 1, 1, 1), labels=None, t=1, T=10, K=2, lr=0.1, lr0=None, dtype=F64):
+def make_round(i, n=(10,) * 4, labels=((9, 1), (5, 5), (4, 6), (3, 7)), t=1, T=10, K=2, lr=0.1, lr0=None,
+               dtype=F64):
     """The Round of cohort i among len(n) clients of n[j] samples. K: steps, one number or one a member."""
     i, n = torch.as_tensor(i), torch.tensor(n, dtype=dtype)
-    labels = torch.ones(len(n), 2) if labels is None else torch.as_tensor(labels)
-    return Round(t=t, T=T, N=len(n), m=len(i), p=len(i) / len(n), lr=lr, lr0=lr if lr0 is None else lr0,
-                 num_rows=len(n), i=i, K_i=torch.as_tensor(K, dtype=dtype).expand(len(i)), n_i=n[i],
-                 size_i=n[i] / n.mean(), labels_i=labels[i].to(dtype))
+    return Round(t=t, T=T, N=len(n), m=len(i), p=len(i) / len(n), lr=lr, lr0=lr0 or lr, num_rows=len(n), i=i,
+                 K_i=torch.as_tensor(K, dtype=dtype).expand(len(i)), n_i=n[i], size_i=n[i] / n.mean(),
+                 labels_i=torch.as_tensor(labels)[i].to(dtype))
 
 
-def cohorts(m, rounds, N=4):
-    """`rounds` random cohorts of m of N clients."""
-    return [np.sort(np.random.default_rng(t).choice(N, m, replace=False)) for t in range(rounds)]
+def cohorts(rounds):
+    """Random cohorts of two of the four clients."""
+    return [np.sort(np.random.default_rng(t).choice(4, 2, replace=False)) for t in range(rounds)]
 
 
 # f_i(theta) = 1/2 (theta - A_i)^T diag(Q_i) (theta - A_i): the curvatures differ, so client drift has a bias
@@ -75,26 +75,25 @@ Q = torch.tensor([[0.2, 1, 2], [2, 0.3, 0.5], [1, 3, 0.2], [0.4, 1, 1]], dtype=F
 OPTIMUM = (Q * A).sum(0) / Q.sum(0)
 
 
-def quadratic(K=5, lr=0.1, decay=1.0, T=10, N=4, labels=None, gradient=lambda th, i: Q[i] * (th - A[i])):
-    """K exact gradient steps on f_i plus the affine term. `seen` collects the mean gradient of each round."""
+def quadratic(decay=1.0, T=10):
+    """Five exact gradient steps on f_i plus the affine term. `seen`: the mean gradients of each round."""
     def start(s, t, i):
-        r = make_round(i, n=[1] * N, t=t, T=T, K=K, lr=lr * decay ** (t - 1), lr0=lr, labels=labels)
+        r = make_round(i, t=t, T=T, K=5, lr=0.1 * decay ** (t - 1), lr0=0.1)
 
         def train(rho, b):
-            theta, total_g = s["omega"].expand(len(i), -1), 0
-            for _ in range(K):
-                g = gradient(theta, i)
-                theta, total_g = theta - r.lr * (g + rho[:, None] * theta + b), total_g + g
-            seen.append(total_g / K)
+            theta, gradients = s["omega"].expand(len(i), -1), []
+            for _ in range(5):
+                gradients.append(Q[i] * (theta - A[i]))
+                theta = theta - r.lr * (gradients[-1] + rho[:, None] * theta + b)
+            seen.append(sum(gradients) / 5)
             return theta
         return r, train
     seen = []
     return SimpleNamespace(omega=torch.zeros(3, dtype=F64), start=start, seen=seen)
 
 
-def classify(sizes=(1, 3, 6, 10), dtype=F64, lr=0.5, decay=1.0, weight_decay=1e-2, clip=2.0, model=None,
-             device="cpu", **how):
-    """A small network on random data in three classes, trained by local_sgd; `how` goes to local_sgd."""
+def classify(sizes=(1, 3, 6, 10), dtype=F64, decay=1.0, clip=2.0, model=None, device="cpu"):
+    """A small network on random data in three classes, trained by local_sgd."""
     g, n = torch.Generator().manual_seed(0), sum(sizes)
     X, Y = torch.randn(n, 4, generator=g).to(device, dtype), torch.randint(3, (n,), generator=g).to(device)
     parts = np.split(np.arange(n), np.cumsum(sizes)[:-1])
@@ -107,9 +106,8 @@ def classify(sizes=(1, 3, 6, 10), dtype=F64, lr=0.5, decay=1.0, weight_decay=1e-
 
     def start(s, t, i):
         idx, w, K_i = batches(i, t)
-        r = make_round(i, sizes, labels, t, K=K_i, lr=lr * decay ** (t - 1), lr0=lr, dtype=dtype)
-        return r, lambda rho, b: local_sgd(
-            model, s["omega"], rho, b, X, Y, idx, w, r.lr, weight_decay, clip, **how)[0]
+        r = make_round(i, sizes, labels, t, K=K_i, lr=0.5 * decay ** (t - 1), lr0=0.5, dtype=dtype)
+        return r, lambda rho, b: local_sgd(model, s["omega"], rho, b, X, Y, idx, w, r.lr, 1e-2, clip)[0]
     return SimpleNamespace(omega=flatten(model), start=start, model=model, X=X, Y=Y, batches=batches)
 
 
@@ -128,16 +126,10 @@ def close(a, b, tolerance=1e-10):
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def assert_same(a, b, names=("omega", "theta_i"), tolerance=None):
-    """Two plays agree in every round, bit for bit or to the tolerance, and move."""
-    rounds = list(zip(a, b, strict=True))
-    for x, y in rounds:
-        for name in names:
-            assert close(x[name], y[name], tolerance) if tolerance else torch.equal(x[name], y[name]), name
-    assert not close(rounds[0][0]["omega"], rounds[-1][0]["omega"], 1e-3)
-
-
 # ==== 1. Gate math ==========================================================================================
+
+ONE = torch.ones(1, dtype=F64)
+
 
 @pytest.mark.parametrize("ratio, shape, expected", [
     ("running", "identity", (0.5, 1.5)), ("running", "clip", (0.5, 1)), ("horizon", "identity", (0.2, 0.6)),
@@ -149,45 +141,33 @@ def test_gate_by_hand(ratio, shape, expected):
     assert close(gate(count_i, r, ratio=ratio, shape=shape, scale=2.0, beta=0.5), 2 * expected + 0.5, 2e-6)
 
 
-def test_gate_at_its_ends():
-    one, r = torch.ones(1, dtype=F64), make_round([2], T=50)                    # p = 1/4
-    assert close(gate(one, r, ratio="running"), [4.0], 1e-4)                    # 1 / p in round 1
-    assert close(gate(one, r, ratio="horizon"), [1 / (0.25 * 50)], 1e-4)        # first xi = 1 / (p T)
-    assert gate(0 * one, r, ratio="running") == gate(0 * one, r, ratio="horizon") == 0
-    assert close(gate(one, r, ratio="running", eps=0.75), [1.0])
-    assert close(gate(one, r, ratio="horizon", eps=7.5), [0.05])
-    for count_i in (3 * one, 3 * one.float()):      # exactly 1: the FedDyn and FedDC limits are bit for bit
+def test_gate_at_its_ends_monotone_and_bounded():
+    """Whoever is sampled in each of t = T rounds has the ratio 1 / p = 4, the largest there is."""
+    r = make_round([2], T=50)                                                   # t = 1, p = 1/4
+    for ratio, first in (("running", 4.0), ("horizon", 1 / (0.25 * 50))):       # 1 / p; 1 / (p T)
+        assert gate(0 * ONE, r, ratio=ratio) == 0 and close(gate(ONE, r, ratio=ratio), [first], 1e-4)
+        assert close(gate(ONE, r, ratio=ratio, eps=1 / first), [first / 2])
+    for count_i in (3 * ONE, 3 * ONE.float()):      # exactly 1: the FedDyn and FedDC limits are bit for bit
         assert gate(count_i, r, ratio="off", eps=0.5) == gate(count_i, r, ratio="off", shape="clip") == 1.0
-    for part in ("ratio", "shape"):
-        with pytest.raises(ValueError, match=f"gate {part} 'round'"):
-            gate(one, r, **{part: "round"})
-
-
-@pytest.mark.parametrize("ratio", ["running", "horizon"])
-def test_gate_is_monotone_and_bounded(ratio):
-    """Whoever is sampled in each of t rounds has the running ratio 1 / p, the largest there is."""
-    count_i, r = torch.arange(21, dtype=F64), make_round([0], t=20, T=20)
-    for shape, low, high in [("identity", 0, 4), ("clip", 0, 1), ("logistic", 0.5, 1)]:
-        phi_i = gate(count_i, r, ratio=ratio, shape=shape)
+    for ratio, (shape, low, high) in itertools.product(("running", "horizon"), (
+            ("identity", 0, 4), ("clip", 0, 1), ("logistic", 0.5, 1))):
+        phi_i = gate(torch.arange(21, dtype=F64), make_round([0], t=20, T=20), ratio=ratio, shape=shape)
         assert (phi_i.diff() >= 0).all() and (phi_i.diff()[:4] > 0).all()
-        assert phi_i.min() == low and phi_i.max() <= high and (phi_i.max() - low) > 0.9 * (high - low)
+        assert phi_i[0] == low and 0.9 * (high - low) < phi_i[-1] - low <= high - low
 
 
-def test_gate_ratios_tend_to_one():
+@pytest.mark.parametrize("ratio, t, error", [("running", 10, 0.5), ("horizon", 20, 0.98)])
+def test_gate_ratios_tend_to_one(ratio, t, error):
     """Cohorts of 5 of 20 for 2000 rounds: both ratios end at 1, within 3 sqrt((1 - p) / (p T)) = 0.12."""
-    sampled = np.random.default_rng(0).random((2000, 20)).argsort(1) < 5        # (rounds, clients)
-    count_i = torch.from_numpy(sampled.cumsum(0).astype(float))
-
-    def error(t, ratio):
-        r = make_round(list(range(5)), n=[1] * 20, t=t, T=2000)
-        return float((gate(count_i[t - 1], r, ratio=ratio) - 1).abs().max())
-    assert error(2000, "running") < 0.12 < 0.5 < error(10, "running")
-    assert error(2000, "horizon") < 0.12 and error(20, "horizon") > 0.98
+    count_i = torch.from_numpy((np.random.default_rng(0).random((2000, 20)).argsort(1) < 5).cumsum(0))
+    early, late = ((gate(count_i[k - 1].double(), make_round([0], t=k, T=2000), ratio=ratio) - 1).abs().max()
+                   for k in (t, 2000))
+    assert late < 0.12 < error < early
 
 
 # ==== 2. Degenerate cases ===================================================================================
 
-SOME = cohorts(2, 5)                    # five rounds of two of the four clients
+SOME = cohorts(5)
 EQUAL = dict(sizes=(5, 5, 5, 5))
 OFF = dict(gate_ratio="off", beta=0.0, alignment="prox", alpha=0.2)
 ZERO = dict(gate_scale=0.0, beta=0.0)
@@ -200,153 +180,94 @@ DEGENERATE = [
     (fedssg, {**FORMS["stable"], **OFF}, feddc, dict(alpha=0.2), dict(decay=0.9), H + C, None),
     (fedssg, {**FORMS["released"], **OFF}, feddc, dict(alpha=0.2), {}, H + C, None),
     (fedssg, {**FORMS["stable"], **ZERO}, scaffold, {}, dict(decay=0.9), C, None),
-    (fedssg, dict(alpha=0.0), fedssg, dict(alignment="none"), {}, H + C, None),
-    *[(fedssg, dict(ZERO, alignment=alignment, correction=correction), fedavg, {}, EQUAL, (), 1e-12)
-      for alignment in ("inner", "prox", "none") for correction in ("none", "state")],
+    (fedssg, dict(ZERO, alignment="none", correction="none"), fedavg, {}, EQUAL, (), 1e-12),
+    (fedssg, dict(ZERO, alignment="prox", correction="state"), fedavg, {}, EQUAL, (), 1e-12),
     (feddisco, dict(disco_a=0.0, disco_b=0.0, alpha=0.2), feddyn, dict(alpha=0.2), EQUAL, H, 1e-12),
     (fedvra, dict(gamma=0.3, dual_step=1.0), feddyn, dict(alpha=0.3), EQUAL, H, 1e-12),
     (fedvra, dict(gamma=0.3, dual_step=0.0), fedprox, dict(mu=0.3), EQUAL, (), 1e-12),
     (fedvra, dict(gamma=0.0, dual_step=0.0), fedavg, {}, EQUAL, (), 1e-12),
-    (fedvra, dict(server_step=2.0), fedvra, {}, EQUAL, H, 1e-12),       # N / m = 2
 ]
 
 
 @pytest.mark.parametrize("A, hyper_A, B, hyper_B, problem, states, tolerance", DEGENERATE,
                          ids=[f"{row[0].__name__}-{row[2].__name__}" for row in DEGENERATE])
 def test_degenerate_cases(A, hyper_A, B, hyper_B, problem, states, tolerance):
-    problem = dict(problem, dtype=F32 if tolerance is None else F64)
-    assert_same(play(A, classify(**problem), SOME, **hyper_A), play(B, classify(**problem), SOME, **hyper_B),
-                ("omega", "theta_i", *states), tolerance)
+    problem = classify(**problem, dtype=F64 if tolerance else F32)
+    for a, b in zip(play(A, problem, SOME, **hyper_A), play(B, problem, SOME, **hyper_B), strict=True):
+        for name in ("omega", "theta_i", *states):
+            assert close(a[name], b[name], tolerance) if tolerance else torch.equal(a[name], b[name]), name
+    assert not close(a["omega"], problem.omega, 1e-3)
 
 
 def test_degenerate_first_round():
     """No state yet: the clients do the same. FedDC's server adds mean_N h_i = mean_S D_i / 2 (m = N / 2)."""
     problem = classify(**EQUAL)
-    (avg,), (sca,), (dc,) = (play(method, problem, SOME[:1], **hyper)
-                             for method, hyper in [(fedavg, {}), (scaffold, {}), (feddc, dict(alpha=0.0))])
+    (avg,), (sca,), (dc,) = (play(method, problem, SOME[:1]) for method in (
+        fedavg, scaffold, partial(feddc, alpha=0.0)))
     assert torch.equal(avg["theta_i"], sca["theta_i"]) and torch.equal(avg["theta_i"], dc["theta_i"])
     assert close(avg["omega"], sca["omega"]) and close(dc["omega"] - avg["omega"], dc["h_i"].mean(0))
     assert close(dc["h_i"].mean(0), (avg["omega"] - problem.omega) / 2)
 
 
-def steps(theta, gradient, K=5, lr=0.1):
-    for _ in range(K):
-        theta = theta - lr * gradient(theta)
-    return theta
-
-
-def test_degenerate_fedvra_is_federated_admm():
-    """Everyone takes part, a = d = 1. FedPD's own form: lambda_i += gamma (theta_i - omega),
-    omega = mean (theta_i + lambda_i / gamma)."""
-    omega, lambda_i, gamma = torch.zeros(3), torch.zeros(4, 3), 0.4
-    for state in play(fedvra, quadratic(), [range(4)] * 20, gamma=gamma, dual_step=1.0, server_step=1.0):
-        theta_i = steps(omega.expand(4, 3), lambda th: Q * (th - A) + lambda_i + gamma * (th - omega))
-        lambda_i = lambda_i + gamma * (theta_i - omega)
-        omega = (theta_i + lambda_i / gamma).mean(0)
-        assert close(state["omega"], omega) and close(gamma * state["h_i"], lambda_i)
-
-
-def test_degenerate_feddyn_is_the_form_of_its_paper():
-    """l_i: the client's gradient state. f_i - <l_i, theta> + alpha/2 ||theta - omega||^2;
-    l_i -= alpha D_i; h -= alpha/N sum_S D_i; omega = mean_S theta_i - h / alpha."""
-    omega, l_i, h = torch.zeros(3), torch.zeros(4, 3, dtype=F64), torch.zeros(3)
-    alpha, who = 0.4, cohorts(2, 30)
-    for state, i in zip(play(feddyn, quadratic(), who, alpha=alpha), who, strict=True):
-        theta_i = steps(omega.expand(2, 3), lambda th: Q[i] * (th - A[i]) - l_i[i] + alpha * (th - omega))
+@pytest.mark.parametrize("method", [partial(feddyn, alpha=0.4), partial(fedvra, gamma=0.4, dual_step=1.0)])
+def test_degenerate_feddyn_and_fedvra_in_the_form_of_the_papers(method):
+    """l_i: the client's gradient state. f_i - <l_i, theta> + alpha/2 ||theta - omega||^2; l_i -= alpha D_i;
+    h -= alpha/N sum_S D_i; omega = mean_S theta_i - h / alpha. When all take part, as in the second half, it
+    is federated ADMM (FedPD) of multipliers -l_i: omega = mean_N (theta_i - l_i / alpha)."""
+    omega, l_i, h, alpha, who = torch.zeros(3), torch.zeros(4, 3, dtype=F64), torch.zeros(3), 0.4, cohorts(20)
+    who += [np.arange(4)] * 20
+    for state, i in zip(play(method, quadratic(), who), who, strict=True):
+        theta_i = omega.expand(len(i), 3)
+        for _ in range(5):
+            theta_i = theta_i - 0.1 * (Q[i] * (theta_i - A[i]) - l_i[i] + alpha * (theta_i - omega))
         l_i[i] -= alpha * (theta_i - omega)
         h = h - alpha / 4 * (theta_i - omega).sum(0)
         omega = theta_i.mean(0) - h / alpha
+        assert len(i) == 2 or close(omega, (theta_i - l_i / alpha).mean(0))
         for name, x in dict(omega=omega, h_i=-l_i / alpha, h=-h / alpha).items():
             assert close(state[name], x)
 
 
 # ==== 3. The affine term; one round by hand =================================================================
 
-def feddyn_penalty(v):
-    return v.alpha / 2 * (v.theta - (v.omega - v.h_i)).square().sum()
-
-
-ALIGNMENT = {"prox": lambda v: v.phi * feddyn_penalty(v),
-             "inner": lambda v: v.alpha * (v.theta - (v.omega - v.h_i)) @ v.h_i,
-             "none": lambda v: 0 * v.theta.sum()}
-CORRECTION = {"state": lambda v: (v.c - v.c_i) @ v.theta,
-              "plain": lambda v: (v.c - v.c_i) @ v.theta,
-              "last": lambda v: (v.D_last_i - v.D_last) @ v.theta / (v.lr * v.K),
-              "none": lambda v: 0 * v.theta.sum()}
-PENALTIES = {
-    "fedavg": (fedavg, {}, lambda v: 0 * v.theta.sum()),
-    **{f"fedprox {mu}": (fedprox, dict(mu=mu), lambda v, mu=mu: mu / 2 * (v.theta - v.omega).square().sum())
-       for mu in (0.1, 1.0, 10.0)},
-    "scaffold": (scaffold, {}, CORRECTION["state"]),
-    "feddyn": (feddyn, dict(alpha=0.3), feddyn_penalty),
-    "feddisco": (feddisco, dict(alpha=0.3), feddyn_penalty),
-    "feddc": (feddc, dict(alpha=0.3), lambda v: feddyn_penalty(v) + CORRECTION["state"](v)),
-    "fedvra": (fedvra, dict(gamma=0.7), lambda v: (0.7 * v.h_i) @ (v.theta - v.omega)
-               + 0.7 / 2 * (v.theta - v.omega).square().sum()),
-    **{f"fedssg {a} {c}": (fedssg, dict(alpha=0.3, alignment=a, correction=c, gate_scale=2.0, beta=0.5),
-                           lambda v, a=a, c=c: ALIGNMENT[a](v) + CORRECTION[c](v))
-       for a in ALIGNMENT for c in CORRECTION},
-}
-
-
-@pytest.mark.parametrize("name", PENALTIES)
-def test_method_affine_term_is_the_gradient_of_the_penalty(name):
-    method, hyper, penalty = PENALTIES[name]
-    g = torch.Generator().manual_seed(5)
-    shapes = dict(omega=(3,), h=(3,), c=(3,), D_last=(3,), h_i=(4, 3), c_i=(4, 3), D_last_i=(4, 3))
-    s = {key: torch.randn(shape, generator=g, dtype=F64) for key, shape in shapes.items()}
-    s["count_i"] = torch.tensor([5., 1, 2, 7], dtype=F64)
-    before, given = copy.deepcopy(s), {}
-    r = make_round([1, 2], n=[20, 10, 30, 20], T=8, K=[2, 5], lr0=0.3)
-    method(s, r, lambda rho, b: given.update(rho=rho, b=b) or torch.zeros_like(b), **hyper)
-    for j, i in enumerate([1, 2]):
-        v = SimpleNamespace(**{key: x[i] if key.endswith("_i") else x for key, x in before.items()})
-        v.alpha, v.phi = 0.3 / (0.5, 1.5)[j], 2 * (2, 3)[j] / (0.5 * 8 + 1e-6) + 0.5
-        v.lr, v.K, v.theta = 0.1, (2, 5)[j], torch.randn(3, generator=g, dtype=F64, requires_grad=True)
-        expected, = torch.autograd.grad(penalty(v), v.theta)
-        assert close(expected, given["rho"][j] * v.theta.detach() + given["b"][j])
-
-
+# parts of the penalties of f_i, as functions of a client's theta and of the state before the round
+DRIFT = lambda v: v.alpha / 2 * (v.theta - (v.omega - v.h_i)) ** 2                 # noqa: E731
+INNER = lambda v: v.alpha * (v.theta - (v.omega - v.h_i)) * v.h_i                  # noqa: E731
+VARIATES = lambda v: (v.c - v.c_i) * v.theta                                       # noqa: E731
 BEFORE = dict(omega=[2], h_i=[0, 0.4, -0.6, 0.6], h=[0.1], c_i=[0, 1, -2, 3], c=[0.5], count_i=[0, 1, 2, 0],
               D_last_i=[9, 0.7, -0.5, 9], D_last=[0.2])
 # FedDyn's memory, SCAFFOLD's control variates and, phi = 1 + 2/5, 1 + 3/5, what `released` and `stable` share
 DYN = dict(h_i=[0, 0.4 + 1, -0.6 - 2, 0.6], h=[0.1 - 1 / 4], log=dict(h_norm=[1.4, 2.6]))
 SCA = dict(c_i=[0, 1 - 0.5 - 1 / (2 * 0.1), -2 - 0.5 + 2 / (4 * 0.1), 3], c=[0.25])
-SSG = dict(rho=[0, 0], b=[0.6 * 0.4 - 0.5, -0.2 * 0.6 + 2.5], count_i=[0, 2, 3, 0], omega=[2 - 0.5 - 0.35],
-           h_i=[0, 0.4 + 1.4, -0.6 - 3.2, 0.6], h=[0.1 + (1.4 - 3.2) / 4],
+SSG = dict(count_i=[0, 2, 3, 0], omega=[2 - 0.5 - 0.35], h_i=[0, 0.4 + 1.4, -0.6 - 3.2, 0.6], h=[-0.35],
            log=dict(gate=[1.4, 1.6], h_norm=[1.8, 3.8], gain=[1.4 * 0.1 * 2 * 0.6, 1.6 * 0.1 * 4 * 0.2]))
 A1, A2 = 1 / (1 - 0.6 ** 2), 1 / (1 - 0.6 ** 4)         # FedVRA's `auto` for eta_0 gamma = 0.4
-BY_HAND = {     # alpha_i = 0.3 / 0.5, 0.3 / 1.5
-    "fedavg": (fedavg, {}, dict(rho=[0, 0], b=[0, 0], omega=[2 + 0.25 * 1 - 0.75 * 2])),
-    "fedprox": (fedprox, dict(mu=0.5), dict(rho=[0.5, 0.5], b=[-0.5 * 2, -0.5 * 2], omega=[0.75])),
-    "scaffold": (scaffold, dict(eta_g=0.5), dict(
-        rho=[0, 0], b=[0.5 - 1, 0.5 + 2], omega=[2 + 0.5 * (1 - 2) / 2], **SCA)),
-    "feddyn": (feddyn, dict(alpha=0.3), dict(
-        rho=[0.6, 0.2], b=[0.6 * (0.4 - 2), 0.2 * (-0.6 - 2)], omega=[2 - 0.5 - 0.15], **DYN)),
-    "feddc": (feddc, dict(alpha=0.3), dict(
-        rho=[0.6, 0.2], b=[-0.96 - 0.5, -0.52 + 2.5], omega=[1.35], **DYN, **SCA)),
-    "fedvra": (fedvra, dict(gamma=0.5, dual_step=3, server_step=4), dict(
-        rho=[0.5, 0.5], b=[0.5 * (0.4 - 2), 0.5 * (-0.6 - 2)], h_i=[0, 0.4 + 3, -0.6 - 6, 0.6], h=[-0.65],
-        omega=[2 + 4 / 4 * (1 - 2) - 0.65], log=dict(h_norm=[3.4, 6.6]))),
-    "fedvra auto": (fedvra, dict(gamma=2.0), dict(                              # d = 1 / p = 2
-        rho=[2, 2], b=[-3.2, -5.2], h_i=[0, 0.4 + A1, -0.6 - 2 * A2, 0.6], h=[0.1 + (A1 - 2 * A2) / 4],
-        omega=[2 + 2 / 4 * (1 - 2) + 0.1 + (A1 - 2 * A2) / 4], log=dict(h_norm=[0.4 + A1, 0.6 + 2 * A2]))),
-    "fedvra auto at its bound": (fedvra, dict(gamma=0.1), dict(                 # a = 1 / p = 2
-        rho=[0.1, 0.1], b=[-0.16, -0.26], h_i=[0, 0.4 + 2, -0.6 - 4, 0.6], h=[-0.4], omega=[2 - 0.5 - 0.4],
-        log=dict(h_norm=[2.4, 4.6]))),
-    "fedvra gamma 0": (fedvra, dict(gamma=0.0), dict(rho=[0, 0], b=[0, 0], omega=[1.35], **DYN)),   # a = 1
+BY_HAND = {     # method, hyper-parameters, penalty, state after the round
+    "fedavg": (fedavg, {}, lambda v: 0 * v.theta, dict(omega=[2 + 0.25 * 1 - 0.75 * 2])),
+    **{f"fedprox {mu}": (fedprox, dict(mu=mu), lambda v, mu=mu: mu / 2 * (v.theta - v.omega) ** 2,
+                         dict(omega=[0.75])) for mu in (0.1, 1, 10)},
+    "scaffold": (scaffold, dict(eta_g=0.5), VARIATES, dict(SCA, omega=[2 + 0.5 * (1 - 2) / 2])),
+    "feddyn": (feddyn, dict(alpha=0.3), DRIFT, dict(DYN, omega=[2 - 0.5 - 0.15])),
+    "feddc": (feddc, dict(alpha=0.3), lambda v: DRIFT(v) + VARIATES(v), dict(DYN, **SCA, omega=[1.35])),
     # kl = 0, ln 2, or 0, 1 of their sum; disco = 0.25 + 0.1, 0.75 - 0.45 + 0.1, over their sum
-    "feddisco": (feddisco, dict(alpha=0.3, disco_a=0.45), dict(
-        rho=[0.6, 0.2], b=[-0.96, -0.52], omega=[2 + (0.35 * 1 - 0.4 * 2) / 0.75 - 0.15], **DYN)),
-    "released": (fedssg, dict(alpha=0.3), dict(
+    "feddisco": (feddisco, dict(alpha=0.3, disco_a=0.45), DRIFT, dict(
+        DYN, omega=[2 + (0.35 * 1 - 0.4 * 2) / 0.75 - 0.15])),
+    **{f"fedvra {name}": (fedvra, hyper, lambda v, gamma=hyper["gamma"]: (
+        gamma * v.h_i * (v.theta - v.omega) + gamma / 2 * (v.theta - v.omega) ** 2), dict(
+            h_i=[0, 0.4 + a1, -0.6 - 2 * a2, 0.6], h=[0.1 + (a1 - 2 * a2) / 4],
+            omega=[2 - d / 4 + 0.1 + (a1 - 2 * a2) / 4], log=dict(h_norm=[0.4 + a1, 0.6 + 2 * a2])))
+       for name, hyper, a1, a2, d in [                                          # 1 / p = 2
+           ("auto", dict(gamma=2.0), A1, A2, 2), ("auto at its bound", dict(gamma=0.1), 2, 2, 2),
+           ("gamma 0", dict(gamma=0.0), 1, 1, 2),
+           ("given", dict(gamma=0.5, dual_step=3, server_step=4), 3, 3, 4)]},
+    "released": (fedssg, dict(alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(
         SSG, c_i=[0, 1 - 0.5 - 1.4 / (2 * 0.2), -2 - 0.5 + 3.2 / (4 * 0.2), 3], c=[0.375])),
-    "stable": (fedssg, dict(FORMS["stable"], alpha=0.3), dict(SSG, **SCA)),
-    "main": (fedssg, dict(FORMS["main"], alpha=0.3), dict(                      # phi = 2/1.5, 3/1.5
-        rho=[0.6 * 4 / 3, 0.2 * 2], b=[0.8 * (0.4 - 2), 0.4 * (-0.6 - 2)], count_i=[0, 2, 3, 0],
-        h_i=[0, 0.4 + 4 / 3, -0.6 - 4, 0.6], h=[0.1 + (4 / 3 - 4) / 4], omega=[2 - 0.5 + 0.1 - 2 / 3],
-        log=dict(gate=[4 / 3, 2], h_norm=[0.4 + 4 / 3, 4.6]))),
-    "appendix": (fedssg, dict(FORMS["appendix"], alpha=0.3), dict(              # phi = 2/5, 3/5
-        rho=[0, 0], b=[0.24 + (0.7 - 0.2) / (2 * 0.1), -0.12 + (-0.5 - 0.2) / (4 * 0.1)],
+    "stable": (fedssg, dict(FORMS["stable"], alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(SSG, **SCA)),
+    "main": (fedssg, dict(FORMS["main"], alpha=0.3), lambda v: v.gate * DRIFT(v), dict(     # phi = 4/3, 2
+        count_i=[0, 2, 3, 0], h_i=[0, 0.4 + 4 / 3, -0.6 - 4, 0.6], h=[0.1 + (4 / 3 - 4) / 4],
+        omega=[2 - 0.5 + 0.1 - 2 / 3], log=dict(gate=[4 / 3, 2], h_norm=[0.4 + 4 / 3, 4.6]))),
+    "appendix": (fedssg, dict(FORMS["appendix"], alpha=0.3),                                # phi = 2/5, 3/5
+                 lambda v: INNER(v) + (v.D_last_i - v.D_last) * v.theta / (0.1 * v.K), dict(
         count_i=[0, 2, 3, 0], h_i=[0, 0.4 + 0.4, -0.6 - 1.2, 0.6], h=[-0.1], omega=[2 - 0.5 - 0.1],
         D_last_i=[9, 1, -2, 9], D_last=[-0.6],
         log=dict(gate=[0.4, 0.6], h_norm=[0.8, 1.8], gain=[0.4 * 0.1 * 2 * 0.6, 0.6 * 0.1 * 4 * 0.2]))),
@@ -354,20 +275,24 @@ BY_HAND = {     # alpha_i = 0.3 / 0.5, 0.3 / 1.5
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_method_one_round_by_hand(name):
+def test_method_affine_term_is_the_gradient_of_the_penalty_and_one_round_by_hand(name):
     """d = 1: clients 1 and 2 of four, with 10 and 30 samples (size_i 0.5 and 1.5), 2 and 4 steps, rate 0.1
     (0.2 in round 1), t = 3, T = 10; they return 3 and 0, so D_i = 1, -2. What BY_HAND does not name stays."""
-    method, hyper, after = BY_HAND[name]
+    method, hyper, penalty, after = BY_HAND[name]
     s = {name: torch.tensor(x, dtype=F64) for name, x in BEFORE.items()}
     s |= {name: s[name][:, None] for name in ("h_i", "c_i", "D_last_i")}
     r = make_round([1, 2], [20, 10, 30, 20], [[9, 9], [5, 5], [30, 0], [9, 9]], t=3, K=[2, 4], lr0=0.2)
-    given = {}
-    theta_i = torch.tensor([[3.], [0.]], dtype=F64)
-    log = method(s, r, lambda rho, b: given.update(rho=rho, b=b) or theta_i, **hyper)
-    for got, expected in [(given | s, {**BEFORE, **after}), (log, after.get("log", {}))]:
+    given, log = [], after.get("log", {})
+    got = method(s, r, lambda *affine: given.extend(affine) or torch.tensor([[3.], [0.]], dtype=F64), **hyper)
+    for got, expected in [(s, {**BEFORE, **after}), (got, log)]:
         assert got.keys() == expected.keys() - {"log"}
-        for name, x in got.items():
-            assert close(x.flatten(), expected[name], 3e-6), (name, x)
+        assert all(close(x.flatten(), expected[name], 3e-6) for name, x in got.items()), got
+    for j in (0, 1):
+        v = {name: x[j + 1] if name.endswith("_i") else x[0] for name, x in BEFORE.items()}
+        v |= dict(alpha=0.3 / (0.5, 1.5)[j], K=(2, 4)[j], gate=log.get("gate", [0, 0])[j])
+        theta = torch.tensor(1.7, dtype=F64, requires_grad=True)
+        gradient, = torch.autograd.grad(penalty(SimpleNamespace(**v, theta=theta)), theta)
+        assert close(gradient, given[0][j] * 1.7 + given[1][j, 0], 1e-5)
 
 
 def test_method_fedssg_is_released_by_default_and_refuses_unknown_parts():
@@ -375,27 +300,24 @@ def test_method_fedssg_is_released_by_default_and_refuses_unknown_parts():
     defaults = {name: p.default for name, p in inspect.signature(fedssg).parameters.items()}
     assert FORMS["released"].items() <= defaults.items() and FORMS["main"]["alpha"] == 1.0
     for part in ("alignment", "correction", "gate_ratio", "gate_shape"):
-        with pytest.raises(ValueError, match=part.split("_")[-1]):
-            list(play(fedssg, quadratic(), [[0]], **{part: "something"}))
+        with pytest.raises(ValueError, match=f"{part.replace('_', ' ')} 'round': use"):
+            list(play(fedssg, quadratic(), [[0]], **{part: "round"}))
 
 
 # ==== 4. Invariants, convergence, Disco weights =============================================================
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_invariants_at_partial_participation(name):
-    """Server vectors are means over all clients; rows of who is not sampled stay; one sample is enough. A
-    cohort that returns omega changes nothing."""
-    before, sampled, who = {}, torch.zeros(4, dtype=F64), [[0, 3], [1], [0, 2, 3], [2], [1, 0], [3, 2]]
-    problem = classify(decay=0.9)                   # client 0 has one sample
+    """Server vectors are means over all clients; rows of who is not sampled stay; one sample, as client 0
+    has, is enough. A cohort that returns omega changes nothing."""
+    before, problem, who = {}, classify(decay=0.9), [[0, 3], [1], [0, 2, 3], [2], [1, 0], [3, 2]]
     for i, state in zip(who, play(METHODS[name], problem, who), strict=True):
-        sampled[i] += 1
         assert all(x.isfinite().all() for x in state.values())
         for server, client in [("c", "c_i"), ("h", "h_i")]:
             assert server not in state or close(state[server], state[client].mean(0), 1e-13)
         others = [j for j in range(4) if j not in i]
         for row in set(state) & {"c_i", "h_i", "D_last_i", "count_i"}:
             assert torch.equal(state[row][others], before.get(row, torch.zeros_like(state[row]))[others])
-        assert "count_i" not in state or torch.equal(state["count_i"], sampled)
         before = state
     assert not close(before["omega"], problem.omega, 1e-3)
     omega, h_i = torch.rand(3), torch.rand(4, 3)
@@ -406,58 +328,51 @@ def test_method_invariants_at_partial_participation(name):
 
 @pytest.mark.parametrize("method", [scaffold, partial(feddc, alpha=0.0),
                                     partial(fedssg, **FORMS["stable"], alpha=0.0)])
-@pytest.mark.parametrize("N, m", [(1, 1), (4, 2)])
-def test_method_control_variate_is_the_mean_gradient_seen(method, N, m):
-    """In every one of 200 rounds, while the rate falls to two thirds; c is the mean over all N."""
-    problem, who = quadratic(decay=0.998, N=N, T=200), cohorts(m, 200, N)
+def test_method_control_variate_is_the_mean_gradient_seen(method):
+    """In every one of 200 rounds, while the rate falls to two thirds; c is the mean over all four."""
+    problem, who = quadratic(decay=0.998, T=200), cohorts(200)
     for i, state in zip(who, play(method, problem, who), strict=True):
         assert close(state["c_i"][i], problem.seen[-1], 1e-9)
-        assert close(state["c"], state["c_i"].mean(0), 1e-9) and len(state["c_i"]) == N
+        assert close(state["c"], state["c_i"].mean(0), 1e-9) and len(state["c_i"]) == 4
 
 
 @pytest.mark.parametrize("form, grows", [("released", True), ("stable", False)])
 def test_method_control_variates_at_a_constant_rate(form, grows):
-    """The gradient is g_i everywhere, with some noise. Client 0 of 20 is drawn in 3 rounds of 4, but p = 1/2.
-    Gated, a participation multiplies c_i - c by 1 - phi, and phi = 1 + count / (p T) ends at 2.5."""
-    g = torch.Generator().manual_seed(0)
-    g_i, others = torch.randn(20, 3, generator=g, dtype=F64), cohorts(10, 300, N=19)
-    who = [np.r_[0, 1 + i[1:]] if t % 4 else 1 + i for t, i in enumerate(others)]
-    problem = quadratic(K=1, T=300, N=20,
-                        gradient=lambda theta, i: g_i[i] + 0.1 * torch.randn(len(i), 3, generator=g))
-    states = list(play(fedssg, problem, who, **FORMS[form], alpha=0.0))
-    size = torch.stack([(state["c_i"][0] - state["c"]).norm() for state in states])
-    assert states[-1]["count_i"][0] == 1.5 * 0.5 * 300
-    assert size[:150].max() < 5 and (size.max() > 1e3 if grows else size.max() < 5)
+    """The gradient is A_i everywhere, and some noise. Gated, a participation multiplies c_i - c by 1 - phi;
+    phi = 1 + t / (p T) of clients who always take part ends at 3."""
+    s, size = {"omega": torch.zeros(3, dtype=F64)}, []
+    for t in range(1, 101):
+        gradient = A[:2] + 0.1 * torch.randn(2, 3, dtype=F64)
+        fedssg(s, make_round([0, 1], t=t, T=100, K=1), lambda rho, b: s["omega"] - 0.1 * (gradient + b),
+               **FORMS[form], alpha=0.0)
+        size.append((s["c_i"][0] - s["c"]).norm())
+    assert max(size[:50]) < 10 and (max(size) > 1e3 if grows else max(size) < 10)
 
 
 def test_method_total_does_not_depend_on_the_order():
     """Nor, so, on how the clients are spread over processes: sums of float32 numbers are made in float64."""
     x = torch.randn(15, 10_000) * torch.rand(15, 1).exp()
-    sums = [total(x[order])[0] for order in (torch.arange(15), torch.arange(15).flip(0), torch.randperm(15))]
-    assert sums[0].dtype == F32 and all(torch.equal(y, x.double().sum(0).float()) for y in sums)
+    assert all(torch.equal(total(y)[0], x.double().sum(0).float()) for y in (x, x[torch.randperm(15)]))
 
 
-@pytest.mark.parametrize("method, hyper", [
-    (scaffold, {}), (feddyn, dict(alpha=0.5)), (feddc, dict(alpha=0.2)), (fedvra, {}),
-    (fedvra, dict(gamma=0.3, dual_step=1.0)), (feddisco, dict(alpha=0.5)), (fedssg, {}),
-    (fedssg, dict(alpha=0.0)), (fedssg, FORMS["stable"]), (fedssg, dict(gate_ratio="off", beta=0.0)),
-    *[(fedssg, {**FORMS["main"], "gate_shape": "clip", **change})
-      for change in ({}, dict(alpha=0.05), dict(alpha=0.05, correction="state"))],
-    (fedssg, {**FORMS["appendix"], "correction": "none", "alpha": 0.2})])
-def test_method_with_drift_correction_reaches_the_optimum(method, hyper):
-    problem = quadratic(T=300, labels=[[9, 1], [5, 5], [4, 6], [3, 7]])
-    *_, state = play(method, problem, [range(4)] * 300, **hyper)
-    assert (state["omega"] - OPTIMUM).norm() < 1e-3 * OPTIMUM.norm()
-
-
-@pytest.mark.parametrize("method, mu, hyper", [(fedavg, 0.0, {}), (fedprox, 0.5, dict(mu=0.5))])
-def test_method_fedavg_and_fedprox_stop_at_their_bias(method, mu, hyper):
-    """K steps of rate eta on f_i + mu/2 ||theta - omega||^2 give D_i = -w_i (omega - A_i), so they stop where
-    sum_i w_i (omega - A_i) = 0."""
+def where_it_stops(mu):
+    """K = 5 steps of rate 0.1 on f_i + mu/2 ||theta - omega||^2 give D_i = -w_i (omega - A_i), so FedAvg and
+    FedProx stop where sum_i w_i (omega - A_i) = 0."""
     w = (1 - (1 - 0.1 * (Q + mu)) ** 5) * Q / (Q + mu)
-    fixed = (w * A).sum(0) / w.sum(0)
-    *_, state = play(method, quadratic(), [range(4)] * 200, **hyper)
-    assert close(state["omega"], fixed, 1e-8) and (fixed - OPTIMUM).norm() > 1e-2 * OPTIMUM.norm()
+    return (w * A).sum(0) / w.sum(0)
+
+
+@pytest.mark.parametrize("method, hyper, end", [
+    (fedavg, {}, where_it_stops(0)), (fedprox, dict(mu=0.5), where_it_stops(0.5)),
+    *[(method, hyper, OPTIMUM) for method, hyper in [
+        (scaffold, {}), (feddyn, dict(alpha=0.5)), (feddc, dict(alpha=0.2)), (fedvra, {}),
+        (feddisco, dict(alpha=0.5)), (fedssg, {}), (fedssg, dict(alpha=0.0)), (fedssg, FORMS["stable"]),
+        (fedssg, {**FORMS["main"], "gate_shape": "clip"}),
+        (fedssg, {**FORMS["appendix"], "correction": "none", "alpha": 0.2})]]])
+def test_method_reaches_the_optimum_or_stops_at_its_bias(method, hyper, end):
+    *_, state = play(method, quadratic(T=300), [range(4)] * 300, **hyper)
+    assert (state["omega"] - end).norm() < 1e-3 * OPTIMUM.norm()
+    assert end is OPTIMUM or (end - OPTIMUM).norm() > 1e-2 * OPTIMUM.norm()
 
 
 @pytest.mark.parametrize("a, b, labels, expected", [
@@ -467,7 +382,7 @@ def test_method_fedavg_and_fedprox_stop_at_their_bias(method, mu, hyper):
     (0.5, 0.1, [[10, 10], [10, 10], [20, 20]], [0.35, 0.35, 0.6]),                  # nobody is skewed
     # C classes: only one of them, half of them, all evenly: kl = ln C, ln 2, 0, or 1 - x, x, 0 of their sum
     *[(1, 1, [[C] + [0] * (C - 1), [2, 0] * (C // 2), [1] * C], [4 / 3 - 1 + x, 4 / 3 - x, 4 / 3])
-      for C in (2, 26, 100) for x in [math.log(2) / math.log(2 * C)]]])
+      for C in (26, 100) for x in [math.log(2) / math.log(2 * C)]]])
 def test_method_disco_weights_by_hand(a, b, labels, expected):
     """kl = 0, ln 2, ln 2 - entropy(3/4, 1/4), or 0, 0.841, 0.159 of their sum; n_i/sum n = 1/4, 1/4, 1/2."""
     r = make_round([0, 1, 2], [sum(counts) for counts in labels], labels)
@@ -479,11 +394,10 @@ def test_method_disco_weights_by_hand(a, b, labels, expected):
 MODES = pytest.mark.parametrize("mode", ["loop", "vmap"])
 
 
-def solve(problem, i=(0, 1, 2, 3), rho=(0.0, 0.3, 0.1, 0.5), **how):
+def solve(problem, i=(0, 1, 2, 3), **how):
     """theta_i and losses of the clients i with an affine term, by local_sgd."""
-    idx, w, _ = problem.batches(i)
-    b = 0.1 * torch.randn(4, len(problem.omega), generator=torch.Generator().manual_seed(2), dtype=F64)
-    rho_i, b_i = torch.tensor(rho)[list(i)].to(problem.omega), b[list(i)].to(problem.omega)
+    (idx, w, _), rho_i = problem.batches(i), torch.tensor([0.0, 0.3, 0.1, 0.5])[list(i)].to(problem.omega)
+    b_i = (rho_i - 0.2)[:, None].repeat(1, len(problem.omega))
     return local_sgd(problem.model, problem.omega, rho_i, b_i, problem.X, problem.Y, idx, w,
                      **{**dict(lr=0.3, weight_decay=0.05, clip=0.4), **how})
 
@@ -502,8 +416,7 @@ def test_client_one_step_by_hand(mode):
     assert close(step(clip=100.0)[0], [[1 - 0.1 * 30.5, 1 - 0.1 * 40.5]])
 
 
-@pytest.mark.parametrize("method", [fedavg, scaffold])
-@pytest.mark.parametrize("clip", [math.inf, 0.3])
+@pytest.mark.parametrize("method, clip", [(fedavg, math.inf), (fedavg, 0.3), (scaffold, math.inf)])
 def test_client_by_itself_is_central_sgd(method, clip):
     """Five rounds with one client = torch.optim.SGD on the same batches, from round to round."""
     problem, norms = classify(sizes=(10,), clip=clip, decay=0.9), []
@@ -521,8 +434,8 @@ def test_client_by_itself_is_central_sgd(method, clip):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("how", [dict(mode="auto"), dict(mode="loop"), dict(mode="vmap", compiled=True),
-                                 *[dict(mode="vmap", chunk=chunk) for chunk in (None, 1, 3, 5)]])
+@pytest.mark.parametrize("how", [dict(mode="auto"), dict(mode="vmap", compiled=True), dict(mode="vmap"),
+                                 dict(mode="vmap", chunk=3)])
 def test_client_loop_vmap_chunks_and_compiled_agree(how, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
@@ -537,91 +450,58 @@ def test_client_loop_vmap_chunks_and_compiled_agree(how, device):
 
 def test_client_step_is_compiled_once_per_shape(monkeypatch):
     """Not once per run: a run has its own rate, weight decay, clip and model."""
-    graphs, compile = [], torch.compile
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
+    graphs, compile = [], partial(torch.compile, backend=lambda g, _: graphs.append(g) or g.forward)
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", lambda step, mode: compile(step, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda step, mode: compile(step))
     for lr, weight_decay, clip in ((0.5, 1e-2, 2.0), (0.4, 1e-5, 3.0), (0.1, 0.0, math.inf)):
-        loop, compiled = (classify((5,) * 4, lr=lr, weight_decay=weight_decay, clip=clip, **how)
-                          for how in (dict(mode="loop"), dict(mode="vmap", compiled=True)))
-        assert_same(play(fedavg, loop, SOME), play(fedavg, compiled, SOME), tolerance=1e-9)
+        solve(classify(), mode="vmap", compiled=True, lr=lr, weight_decay=weight_decay, clip=clip)
     assert len(graphs) == 1
 
 
 @MODES
 def test_client_does_not_depend_on_the_others(mode):
-    """Alone, in any order, or padded to the steps of larger clients: the same."""
+    """Alone, in any order, or padded to the steps of larger clients: the same; nobody is a cohort, too."""
     problem = classify()
     theta_i, loss_i = solve(problem, mode=mode)
-    for i in ([3, 0, 2, 1], [0], [1], [2], [3]):    # client 0 alone: two steps, here without padding
+    for i in ([3, 0, 2, 1], [0], [2], []):          # client 0 alone: two steps, here without padding
         theta, loss = solve(problem, i=i, mode=mode)
         assert close(theta, theta_i[i], 1e-13) and close(loss, loss_i[i], 1e-13)
+    with pytest.raises(ValueError, match="mode"):
+        solve(problem, mode="both")
 
 
 @MODES
 def test_client_augmentation_sees_each_samples_own_draw(mode):
     """Draws that are a function of the sample = training on data that was changed beforehand."""
-    problem, changed, factor = classify(), classify(), torch.linspace(-1, 2, 20, dtype=F64)
-    changed.X = changed.X * factor[:, None]
-    draws = factor[problem.batches([0, 1, 2, 3])[0]]
-    theta_i, _ = solve(problem, mode=mode, augment=lambda x, draws: x * draws[..., None], draws=draws)
-    assert close(theta_i, solve(changed, mode=mode)[0])
+    problem, factor = classify(), torch.linspace(-1, 2, 20, dtype=F64)
+    theta_i, _ = solve(problem, mode=mode, augment=lambda x, draws: x * draws[..., None],
+                       draws=factor[problem.batches([0, 1, 2, 3])[0]])
     assert not close(theta_i, solve(problem, mode=mode)[0], 1e-3)
-
-
-def test_client_edges():
-    problem, threads = classify(), torch.get_num_threads()
-    torch.set_num_threads(3)
-    for mode in ("loop", "vmap"):                   # a process may have no member of the cohort
-        assert [x.shape for x in solve(problem, i=(), mode=mode)] == [(0, 43), (0,)]
-        solve(problem, mode=mode)
-    assert torch.get_num_threads() == 3
-    torch.set_num_threads(threads)
-    with pytest.raises(ValueError, match="mode"):
-        solve(problem, mode="both")
-
-
-class Layer(nn.Module):
-    """A function of (layer, x) with the given parts: parameters or modules."""
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.function(self, x)
+    problem.X = problem.X * factor[:, None]
+    assert close(theta_i, solve(problem, mode=mode)[0])
 
 
 def stack(*layers, last=nn.Linear(6, 3)):
     return nn.Sequential(nn.Linear(4, 6), *layers, nn.Tanh(), last)
 
 
-TWICE, TIED, ZEROS, P = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3), nn.Parameter(torch.eye(6))
-TIED.weight = TWICE.weight
+TWICE, TIED, ZEROS, NORM = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3), nn.LayerNorm(6)
+TIED.weight, NORM.bias = TWICE.weight, NORM.weight
 [nn.init.zeros_(p) for p in ZEROS.parameters()]
-NO_STATISTICS = nn.BatchNorm1d(6, track_running_stats=False)
 ACCEPTED = {        # the model, and how many trainable parameters it has beside the 51 of the outer layers
     "frozen": (stack(nn.Linear(6, 6).requires_grad_(False)), 0), "dropout of 0": (stack(nn.Dropout(0)), 0),
-    "layer norm": (stack(nn.LayerNorm(6)), 12), "group norm": (stack(nn.GroupNorm(2, 6)), 12),
+    "group norm": (stack(nn.GroupNorm(2, 6)), 12), "parameter twice": (stack(NORM), 6),
     "eval mode": (stack(nn.BatchNorm1d(6), nn.Dropout(0.5)).eval(), 12),
-    "lstm": (stack(Layer(lambda layer, x: layer.lstm(x.view(-1, 2, 3))[0].flatten(1),
-                         lstm=nn.LSTM(3, 3, batch_first=True))), 96),
     "tied weights": (stack(TWICE, nn.Tanh(), TIED), 48), "module twice": (stack(TWICE, nn.Tanh(), TWICE), 42),
-    "parameter twice": (stack(Layer(lambda layer, x: x @ layer.a + x.tanh() @ layer.b, a=P, b=P)), 36),
 }
-REFUSED = {
-    "dropout": stack(nn.Dropout(0.5)), "batch norm": stack(nn.BatchNorm1d(6)),
-    "no running statistics": stack(NO_STATISTICS), "below zeros": stack(NO_STATISTICS, last=ZEROS),
-    "after layer norm": nn.Sequential(nn.LayerNorm(4), stack(NO_STATISTICS)),
-    "minus the batch's mean": stack(Layer(lambda layer, x: x - x.mean(dim=0))),
+REFUSED = {         # the model, what it does
+    "dropout": (stack(nn.Dropout(0.5)), "draws.*dropout"),
+    "batch norm": (stack(nn.BatchNorm1d(6)), "mixes.*batch norm"),
+    "softmax over the batch": (stack(nn.Softmax(0)), "mixes"),
+    "below zeros": (stack(nn.BatchNorm1d(6, track_running_stats=False), last=ZEROS), "mixes"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")       # vmap of an LSTM
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_client_trains_what_keeps_samples_apart(name):
     """A batch of 5, padded to 10, gives autograd's step; rounds agree; the caller's model stays as it was."""
@@ -630,9 +510,9 @@ def test_client_trains_what_keeps_samples_apart(name):
     loss = nn.functional.cross_entropy(model(problem.X[:5]), problem.Y[:5])
     g = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     omega, idx, zero = problem.omega, torch.arange(10)[None, None], torch.zeros(1, 51 + d, dtype=F64)
-    batch = problem.X, problem.Y, idx, (idx < 5).double()
     for mode in ("loop", "vmap"):
-        theta_i, loss_i = local_sgd(model, omega, zero[:, 0], zero, *batch, lr=0.1, mode=mode)
+        theta_i, loss_i = local_sgd(model, omega, zero[:, 0], zero, problem.X, problem.Y, idx,
+                                    (idx < 5).double(), lr=0.1, mode=mode)
         assert close(theta_i[0], omega - 0.1 * torch.cat([x.flatten() for x in g]), 1e-9)
         assert close(loss_i[0], loss.detach(), 1e-9)
     theta_i = solve(problem, mode="loop")[0]
@@ -643,18 +523,24 @@ def test_client_trains_what_keeps_samples_apart(name):
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@MODES
 @pytest.mark.parametrize("name", REFUSED)
-def test_client_refuses_what_draws_or_mixes_samples(name, mode):
-    problem = classify(model=REFUSED[name])
-    drawn = torch.get_rng_state()
+def test_client_refuses_what_draws_or_mixes_samples(name):
+    problem, drawn = classify(model=REFUSED[name][0]), torch.get_rng_state()
     if name in ("dropout", "batch norm"):
         problem.model.eval()
-        solve(problem, mode=mode)                   # accepted, as long as it is in eval mode
+        solve(problem)                              # accepted, as long as it is in eval mode
     problem.model.train()
-    with pytest.raises(ValueError, match="^the model (draws|mixes).*(norm|dropout).*$") as error:
-        solve(problem, mode=mode)
-    assert "\n" not in str(error.value) and torch.equal(torch.get_rng_state(), drawn)
+    with pytest.raises(ValueError, match=rf"^the model {REFUSED[name][1]}[^\n]*\Z"):
+        solve(problem)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("mode", ["loop", "vmap"])
+def test_client_refuses_losses_that_are_not_one_a_sample(mode):
+    with pytest.raises(ValueError, match="not one a sample"):
+        solve(classify(), mode=mode, criterion=lambda output, y, reduction: output)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        flatten(nn.Linear(2, 3).requires_grad_(False))
 
 
 @pytest.mark.parametrize("mode", ["loop", "vmap"])
@@ -682,34 +568,19 @@ def test_client_bf16_rounds_the_operands(mode):
 @pytest.mark.parametrize("name, shape, classes, hidden, d", [
     ("fcn", (1, 28, 28), 10, [200, 200], 199_210), ("fcn", (1, 28, 28), 10, [100], 79_510),
     ("cnn", (3, 32, 32), 10, [], 797_962), ("cnn", (3, 32, 32), 100, [], 815_332),
-    ("cnn", (1, 16, 16), 5, [], 203_973), ("linear", (7,), 3, [], 24)])
-def test_models_are_the_papers(name, shape, classes, hidden, d):
-    model = models.build(name, shape, classes, hidden, seed=0)
-    assert len(flatten(model)) == d and model(torch.zeros(2, *shape)).shape == (2, classes)
-
-
-@pytest.mark.parametrize("name, shape", [("cnn", (784,)), ("cnn", (3, 32, 28)), ("cnn", (1, 15, 15)),
-                                         ("resnet", (3, 32, 32))])
-def test_models_refuse_a_misfit(name, shape):
-    with pytest.raises(ValueError, match=f"--model {name}"):
-        models.build(name, shape, 10, [], 0)
-
-
-def test_models_draw_from_their_own_seed():
+    ("linear", (7,), 3, [], 24)])
+def test_models_are_the_papers_and_draw_from_their_own_seed(name, shape, classes, hidden, d):
     state = torch.get_rng_state()
-    one = flatten(models.build("fcn", (4,), 3, [5], seed=7))
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.rand(1)
-    assert torch.equal(one, flatten(models.build("fcn", (4,), 3, [5], seed=7)))
-    assert not torch.equal(one, flatten(models.build("fcn", (4,), 3, [5], seed=8)))
+    model, again, other = (models.build(name, shape, classes, hidden, seed) for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(flatten(model), flatten(again))
+    assert not torch.equal(flatten(model), flatten(other)) and len(flatten(model)) == d
+    assert model(torch.zeros(2, *shape)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("classes", [2, 10, 100])
-def test_models_with_a_last_layer_of_zeros_lose_ln_classes(classes):
-    model = models.build("fcn", (1, 6, 6), classes, [8], 0)
-    [nn.init.zeros_(p) for p in model[-1].parameters()]
-    output = forward(model, flatten(model), torch.randn(9, 1, 6, 6))
-    assert close(nn.functional.cross_entropy(output, torch.arange(9) % classes), math.log(classes), 1e-5)
+def test_models_refuse_a_misfit():
+    for name, shape in (("cnn", (784,)), ("cnn", (3, 32, 28)), ("cnn", (1, 15, 15)), ("resnet", (3, 32, 32))):
+        with pytest.raises(ValueError, match=f"--model {name}"):
+            models.build(name, shape, 10, [], 0)
 
 
 def python(folder, program):
@@ -725,9 +596,9 @@ def test_alone_import_has_no_side_effects():
         import os, torch, numpy
         sys.dont_write_bytecode = True
         def look():
-            return (torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_default_dtype(),
-                    dict(os.environ), torch.cuda.is_initialized(), numpy.random.get_state()[1].tolist(),
-                    torch.are_deterministic_algorithms_enabled(), os.listdir())
+            return (torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist(), os.listdir(),
+                    torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ),
+                    torch.cuda.is_initialized(), torch.are_deterministic_algorithms_enabled())
         before = look()
         import fedssg, baselines, models, data, run
         assert look() == before
@@ -756,8 +627,7 @@ def labels_of(n, classes=10):
 
 def sizes_of(parts, n):
     every = np.concatenate(parts)  # no sample twice, none that is not there
-    assert every.dtype == np.int64 and every.min() >= 0 and every.max() < n
-    assert len(np.unique(every)) == len(every)
+    assert every.dtype == np.int64 and len(every) == len(set(every.tolist()) & set(range(n)))
     return np.array([len(part) for part in parts])
 
 
@@ -768,13 +638,14 @@ def refusal(kind, function, *args, **options):
 
 
 @pytest.mark.parametrize("how", data.PARTITIONS)
-@pytest.mark.parametrize("n, N", [(1003, 10), (7, 7), (640, 1), (5000, 33)])
-def test_data_partition_is_disjoint_and_covers(how, n, N):
-    y, options = labels_of(n), dict(min_samples=0, shards=1)
-    sizes = sizes_of(parts := data.partition(torch.from_numpy(y), N, how, 3, **options), n)
-    assert len(sizes) == N and (sizes.sum() == n if how == "dirichlet-class" else (sizes == n // N).all())
-    again, other = (data.partition(y, N, how, seed, **options) for seed in (3, 4))
-    assert all(map(np.array_equal, parts, again)) and (n < 1000 or not all(map(np.array_equal, parts, other)))
+def test_data_partition_is_disjoint_and_covers(how):
+    for n, N in ((1003, 10), (7, 7), (640, 1)):
+        y, options = labels_of(n), dict(min_samples=0, shards=1)
+        sizes = sizes_of(parts := data.partition(torch.from_numpy(y), N, how, 3, **options), n)
+        assert len(sizes) == N and (sizes.sum() == n if how == "dirichlet-class" else (sizes == n // N).all())
+        again, other = (data.partition(y, N, how, seed, **options) for seed in (3, 4))
+        assert all(map(np.array_equal, parts, again))
+        assert n == 7 or not all(map(np.array_equal, parts, other))
 
 
 def test_data_dirichlet_ends_and_its_skew_follows_alpha():
@@ -801,10 +672,9 @@ def test_data_sizes_of_uneven_splits():
     assert sizes.max() < 500 + 90  # who has n / N samples gets no other class
     parts = data.partition(y, 100, "shards", 0, shards=2)
     assert max(len(np.unique(y[part])) for part in parts) == 2 and (sizes_of(parts, 10_000) == 100).all()
-    for how, sigma in itertools.product(("iid", "dirichlet"), (0.3, 3.0, 1e6)):
+    for how, (sigma, least) in itertools.product(("iid", "dirichlet"), ((0.3, 16), (3.0, 16), (1e6, 2))):
         sizes = sizes_of(data.partition(y, 50, how, 0, unbalanced_sigma=sigma, min_samples=5), 10_000)
-        assert sizes.min() >= 5 and 9900 < sizes.sum() <= 10_000
-        assert len(set(sizes)) > (1 if sigma > 3 else 15)
+        assert sizes.min() >= 5 and 9900 < sizes.sum() <= 10_000 and len(set(sizes)) >= least
     for says, change in (
             ("minimum 1;", dict(num_clients=101)), ("minimum 11;", dict(min_samples=11)),
             ("10 clients, shards", dict(how="shards", shards=20)), ("iid, dirichlet,", dict(how="other")),
@@ -815,33 +685,31 @@ def test_data_sizes_of_uneven_splits():
 
 
 def test_data_cohorts():
-    table = {0.005: (1, 1, 3), 0.02: (1, 2, 10), 0.145: (1, 15, 73), 0.15: (2, 15, 75), 0.29: (3, 29, 145),
-             0.57: (6, 57, 285), 1.0: (10, 100, 500)}
-    for p, N, m in [(p, N, m) for p, sizes in table.items() for N, m in zip((10, 100, 500), sizes)]:
-        cohort = data.sample_clients(N, p, "fixed", 0, 1)
-        assert len(cohort) == data.cohort_size(N, p) == m and data.rate_in_force(N, p, "fixed") == m / N
-        assert cohort.dtype == np.int64 and (np.diff(cohort) > 0).all() and cohort[0] >= 0 and cohort[-1] < N
+    for p, *sizes in ((0.005, 1, 1, 3), (0.02, 1, 2, 10), (0.145, 1, 15, 73), (0.15, 2, 15, 75),
+                      (0.29, 3, 29, 145), (0.57, 6, 57, 285), (1.0, 10, 100, 500)):
+        for N, m in zip((10, 100, 500), sizes):
+            cohort = data.sample_clients(N, p, "fixed", 0, 1)
+            assert len(cohort) == data.cohort_size(N, p) == m and data.rate_in_force(N, p, "fixed") == m / N
+            assert cohort.dtype == np.int64 and (np.diff(cohort) > 0).all() and set(cohort) <= set(range(N))
     assert "bernoulli" in refusal(ValueError, data.rate_in_force, 10, 0.5, "other")
     for how, p in (("other", 0.5), ("bernoulli", 1e-9)):
         assert "bernoulli" in refusal(ValueError, data.sample_clients, 10, p, how, 0, 1)
-    a, b = ([data.sample_clients(99, 0.15, "fixed", seed, t - seed) for t in range(2, 20)] for seed in (0, 1))
-    assert not any(map(np.array_equal, a, b))  # seed 1 is not seed 0 shifted by a round
     keys = [(seed, purpose, t) for seed in range(5) for purpose in data.PURPOSES for t in range(5)]
     assert len({data.rng(*key).integers(2**62) for key in keys}) == len(keys)
+    a, b = ([data.sample_clients(99, 0.15, "fixed", seed, t - seed) for t in range(2, 20)] for seed in (0, 1))
+    assert not any(map(np.array_equal, a, b))  # seed 1 is not seed 0 shifted by a round
 
 
 def test_data_rate_in_force_is_the_mean_of_drawn_cohorts():
-    for N, p, rate in ((10, 0.02, 0.109333), (3, 0.4, 0.4 / 0.784)):
-        cohorts = [data.sample_clients(N, p, "bernoulli", 0, t) for t in range(1, 10_001)]
-        often = np.bincount(np.concatenate(cohorts), minlength=N) / 10_000
-        assert min(map(len, cohorts)) >= 1 and np.abs(often - rate).max() < 0.02  # each client alike
-        assert often.mean() == pytest.approx(rate, abs=0.005)
-        assert data.rate_in_force(N, p, "bernoulli") == pytest.approx(rate, abs=1e-6)
-    assert data.rate_in_force(10, 1e-12, "bernoulli") == pytest.approx(0.1, rel=1e-9)
-    assert data.rate_in_force(10, 1.0, "bernoulli") == 1
+    cohorts = [data.sample_clients(10, 0.02, "bernoulli", 0, t) for t in range(1, 10_001)]
+    often = np.bincount(np.concatenate(cohorts), minlength=10) / 10_000
+    assert min(map(len, cohorts)) >= 1 and np.abs(often - 0.109333).max() < 0.02  # each client alike
+    assert often.mean() == pytest.approx(0.109333, abs=0.002)
+    for p, rate in ((0.02, 0.109333), (1e-12, 0.1), (1.0, 1)):
+        assert data.rate_in_force(10, p, "bernoulli") == pytest.approx(rate, rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 50, 512])
+@pytest.mark.parametrize("batch_size", [1, 7, 512])
 def test_data_schedule(batch_size):
     parts = np.split(np.random.default_rng(0).permutation(300), [60, 61, 161, 211])  # of 60, 1, 100, 50, 89
     idx, w, K_i = data.schedule(parts, range(5), 0, 7, 3, batch_size)
@@ -865,28 +733,25 @@ def test_data_schedule(batch_size):
 
 def test_data_augment():
     g = torch.Generator().manual_seed(0)
-    x, draws = torch.randn(3, 7, 2, 6, 5, generator=g), torch.randint(9, (3, 7, 3), generator=g)
-    draws[..., 0], draws[0, 0] = draws[..., 0] % 2, torch.tensor([0, 4, 4])
+    x, draws = torch.randn(20, 2, 6, 5, generator=g), torch.randint(9, (20, 3), generator=g)
+    draws[:, 0] %= 2
     y = data.augment(x, draws)
-    for image, (flip, dy, dx), got in zip(x.flatten(0, 1), draws.flatten(0, 1).tolist(), y.flatten(0, 1)):
+    for image, (flip, dy, dx), got in zip(x, draws.tolist(), y):
         padded = torch.zeros(2, 14, 13)
         padded[:, 4:10, 4:9] = image.flip(-1) if flip else image
         assert torch.equal(got, padded[:, dy:dy + 6, dx:dx + 5])
-    assert torch.equal(y[0, 0], x[0, 0]) and torch.equal(data.augment(x[1], draws[1]), y[1])
+    assert torch.equal(data.augment(x.view(4, 5, 2, 6, 5), draws.view(4, 5, 3)), y.view(4, 5, 2, 6, 5))
     _, w, K_i = data.schedule([np.arange(4000)], [0], 0, 1, 1, 100)
     flip, dy, dx = data.augment_draws([0], K_i, w, 0, 1).reshape(-1, 3).T
     assert set(flip) == {0, 1} and abs(flip.mean() - 0.5) < 0.04 and set(dy) == set(dx) == set(range(9))
     assert abs(((dy == 4) & (dx == 4)).mean() - (0.5 + 0.5 / 81)) < 0.04
 
 
-def images(n, *shape, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
+def images(n, *shape):
+    return np.random.default_rng(n).integers(0, 256, (n, *shape), dtype=np.uint8)
 
 
-MNIST_ARRAYS = [images(30, 28, 28), np.arange(30) % 10, images(20, 28, 28, seed=1), np.arange(20) % 10]
-
-
-def put_idx(folder, arrays=MNIST_ARRAYS, parts=("train", "t10k")):
+def put_idx(folder, arrays, parts=("train", "t10k")):
     folder.mkdir(parents=True)
     files = [folder / f"{part}-{what}-ubyte" for part in parts for what in ("images-idx3", "labels-idx1")]
     for file, a in zip(files, arrays):
@@ -894,35 +759,31 @@ def put_idx(folder, arrays=MNIST_ARRAYS, parts=("train", "t10k")):
     return files
 
 
+def loaded(name, folder, scaled, labels, n, classes, mean, std, **options):
+    """Load; x is (scaled - mean) / std, the labels follow; the first n are for training."""
+    x, y, x_test, y_test, got = data.load(name, str(folder), **options)
+    assert (x.dtype, y.dtype, len(x), len(y), got) == (torch.float32, torch.int64, n, n, classes)
+    assert np.allclose(torch.cat([x, x_test]), (scaled - mean) / std, atol=1e-4)
+    assert y.tolist() + y_test.tolist() == list(labels)
+
+
 @pytest.mark.parametrize("name", ["MNIST", "FashionMNIST"])
-def test_data_mnist_files(name, tmp_path, monkeypatch):
-    kind, files, table = getattr(torchvision.datasets, name), put_idx(tmp_path / name / "raw"), []
-    for file in files:  # as downloaded: archives, of known checksums
-        packed = gzip.compress(file.read_bytes())
-        file.rename(f"{file}.gz").write_bytes(packed)
-        table.append((f"{file.name}.gz", hashlib.md5(packed).hexdigest()))
-    monkeypatch.setattr(kind, "resources", table)
-    monkeypatch.setattr(kind, "mirrors", [(tmp_path / "gone").as_uri() + "/"])  # nothing to be had there
-    x, y, x_test, y_test, classes = data.load(name.lower(), str(tmp_path))
-    a, b = MNIST_ARRAYS[0] / 255, MNIST_ARRAYS[2] / 255
-    mean, std = (0.1307, 0.3081) if name == "MNIST" else (a.mean(), a.std())
-    assert (x.shape, x.dtype, y.dtype, classes) == ((30, 1, 28, 28), torch.float32, torch.int64, 10)
-    assert np.allclose(x[:, 0], (a - mean) / std, atol=1e-5) and y.tolist() == list(MNIST_ARRAYS[1])
-    assert np.allclose(x_test[:, 0], (b - mean) / std, atol=1e-5) and y_test.tolist() == list(MNIST_ARRAYS[3])
-    files[0].rename(f"{files[0]}.gz").write_bytes(b"half a download")
-    message = refusal(FileNotFoundError, data.load, name.lower(), str(tmp_path))
-    assert "raw lacks train-images-idx3-ubyte (Error downloading train-images" in message
+def test_data_mnist_files(name, tmp_path):
+    raw, labels = images(50, 28, 28), np.arange(50) % 10
+    put_idx(tmp_path / name / "raw", [raw[:30], labels[:30], raw[30:], labels[30:]])
+    a = raw[:, None] / 255
+    mean, std = (0.1307, 0.3081) if name == "MNIST" else (a[:30].mean(), a[:30].std())
+    loaded(name.lower(), tmp_path, a, labels, 30, 10, mean, std)
 
 
-def test_data_emnist_letters_are_upright_and_start_at_zero(tmp_path):
+@pytest.mark.parametrize("letters", [10, 26, 1])
+def test_data_emnist_letters_are_upright_and_start_at_zero(letters, tmp_path):
     raw, labels = images(52, 28, 28), np.arange(52) % 26 + 1  # stored column by column
     parts = ("emnist-letters-train", "emnist-letters-test")
     put_idx(tmp_path / "EMNIST/raw", [raw.transpose(0, 2, 1), labels] * 2, parts)
-    for letters in (10, 26, 1):
-        x, y, x_test, y_test, classes = data.load("emnist", str(tmp_path), letters=letters)
-        kept = raw[labels <= letters] / 255
-        assert classes == letters and y.tolist() == y_test.tolist() == list(range(letters)) * 2
-        assert np.allclose(x[:, 0], (kept - kept.mean()) / kept.std(), atol=1e-4) and torch.equal(x, x_test)
+    a = raw[labels <= letters][:, None] / 255
+    loaded("emnist", tmp_path, np.concatenate([a, a]), [*range(letters)] * 4, 2 * letters, letters, a.mean(),
+           a.std(), letters=letters)
 
 
 @pytest.mark.parametrize("name, key, classes", [("CIFAR10", "labels", 10), ("CIFAR100", "fine_labels", 100)])
@@ -933,18 +794,15 @@ def test_data_cifar_batches(name, key, classes, tmp_path, monkeypatch):
     def put(file, content):  # -> its entry in torchvision's table of checksums
         (tmp_path / file).write_bytes(content := pickle.dumps(content, protocol=2))
         return [file, hashlib.md5(content).hexdigest()]
-    one, two, three = ({"data": raw[j:j + 4].reshape(4, -1), key: labels[j:j + 4]} for j in (0, 4, 8))
-    meta = put("meta", {kind.meta["key"]: ["a name"] * classes})
-    for attribute, value in dict(
-            base_folder="", train_list=[put("one", one), put("two", two)], test_list=[put("three", three)],
-            meta={**kind.meta, "filename": meta[0], "md5": meta[1]}).items():
+    one, two, three = (put(str(j), {"data": raw[j:j + 4].reshape(4, -1), key: labels[j:j + 4]})
+                       for j in (0, 4, 8))
+    meta = dict(zip(("filename", "md5"), put("meta", {kind.meta["key"]: ["a name"] * classes})))
+    for attribute, value in dict(base_folder="", train_list=[one, two], test_list=[three],
+                                 meta={**kind.meta, **meta}).items():
         monkeypatch.setattr(kind, attribute, value)
-    x, y, x_test, y_test, got = data.load(name.lower(), str(tmp_path))
     mean, std = (f(raw[:8] / 255, axis=(0, 2, 3)).reshape(3, 1, 1) for f in (np.mean, np.std))
-    assert got == classes and y.tolist() + y_test.tolist() == labels and len(y_test) == 4
-    assert np.allclose(torch.cat([x, x_test]), (raw / 255 - mean) / std, atol=1e-4)
-    put("two", "planted")
-    monkeypatch.setattr("pickle.load", lambda *a, **k: pytest.fail("unpickled what has another checksum"))
+    loaded(name.lower(), tmp_path, raw / 255, labels, 8, classes, mean, std)
+    put("4", "planted")
     assert "corrupted" in refusal(ValueError, data.load, name.lower(), str(tmp_path))
 
 
@@ -973,10 +831,11 @@ def test_data_synthetic_needs_no_torchvision(monkeypatch):
     means = torch.stack([x[y == c].mean(0).flatten() for c in range(10)])  # they do not tell classes apart
     assert (torch.cdist(x_test.flatten(1), means).argmin(1) == y_test).float().mean() < 0.3
     assert "mnist" in refusal(ValueError, data.load, "svhn")
+    assert "no-such" in refusal(FileNotFoundError, data.load, "no-such.npz")
 
 
 def put_npz(folder, **change):
-    arrays = {"x_train": images(12, 6, 5), "y_train": np.arange(12) % 3, "x_test": images(6, 6, 5, seed=1),
+    arrays = {"x_train": images(12, 6, 5), "y_train": np.arange(12) % 3, "x_test": images(6, 6, 5),
               "y_test": np.arange(6) % 3, **change}
     np.savez_compressed(folder / "own.npz", **{key: a for key, a in arrays.items() if a is not None})
     return folder / "own.npz"
@@ -985,34 +844,30 @@ def put_npz(folder, **change):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shape, axes", [
     ((6, 5, 3), (0, 3, 1, 2)), ((6, 5, 1), (0, 3, 1, 2)), ((4, 6, 5), None), ((6, 5), None), ((20,), None)])
-def test_data_npz(shape, axes, tmp_path):
-    for dtype in (np.uint8, ">f8", np.float16):
-        raw, labels = images(18, *shape), np.arange(18) % 4
-        raw = (raw if dtype == np.uint8 else raw // 16).astype(dtype)
-        raw[..., 0] = 7  # a constant channel, where channels are last
-        path = put_npz(tmp_path, x_train=raw[:12], y_train=labels[:12], x_test=raw[12:], y_test=labels[12:])
-        x, y, x_test, y_test, classes = data.load(str(path))
-        a = (raw if axes is None else raw.transpose(axes)).astype(np.float64)
-        a = a[:, None] if len(shape) == 2 else a
-        if dtype == np.uint8:  # by mean and deviation of the training set: of a channel, or of whole vectors
-            over = (0, 1) if a.ndim == 2 else (0, 2, 3)
-            mean, std = (f(a[:12] / 255, axis=over, keepdims=True) for f in (np.mean, np.std))
-            a = (a / 255 - mean) / np.where(std < 1e-9, 1, std)
-        assert x.dtype == torch.float32 and np.allclose(torch.cat([x, x_test]), a, atol=1e-5)
-        assert classes == 4 and y.tolist() + y_test.tolist() == list(labels)
+@pytest.mark.parametrize("dtype", [np.uint8, ">f8", np.float16])
+def test_data_npz(dtype, shape, axes, tmp_path):
+    raw, y = images(18, *shape), np.arange(18) % 4
+    raw = (raw if dtype == np.uint8 else raw // 16).astype(dtype)
+    raw[..., 0] = 7  # a constant channel, where channels are last
+    path = put_npz(tmp_path, x_train=raw[:12], y_train=y[:12], x_test=raw[12:], y_test=y[12:])
+    a, mean, std = raw.transpose(axes or range(raw.ndim)).astype(np.float64), 0, 1
+    a = a[:, None] if len(shape) == 2 else a
+    if dtype == np.uint8:  # by mean and deviation of the training set: of a channel, or of whole vectors
+        a, over = a / 255, (0, 1) if a.ndim == 2 else (0, 2, 3)
+        mean, std = (f(a[:12], axis=over, keepdims=True) for f in (np.mean, np.std))
+    loaded(str(path), "", a, y, 12, 4, mean, np.where(std < 1e-9, 1, std))
 
 
 def test_data_npz_that_would_train_badly_is_warned_of(tmp_path):
     floats = dict(x_train=np.full((12, 6, 5), -255.0), x_test=np.ones((6, 6, 5)))
     for says, change in (("255.*uint8", floats), ("labels from 0", dict(y_train=np.arange(12) % 3 + 1))):
-        with pytest.warns(UserWarning, match=says) as warned:
+        with pytest.warns(UserWarning, match=rf"^[^\n]*{says}[^\n]*\Z") as warned:
             data.load(str(put_npz(tmp_path, **change)))
-        assert len(warned) == 1 and "\n" not in str(warned[0].message)
+        assert len(warned) == 1
 
 
 @pytest.mark.parametrize("change, says", [
     (dict(y_test=None), "y_test is not"), (dict(x_train=np.array([None] * 12, object)), "allow_pickle"),
-    (dict(x_train=np.full((12, 6, 5), np.nan)), "x_train holds NaN or infinite values"),
     (dict(x_train=np.full((12, 6, 5), 1e300)), "x_train holds NaN or infinite values"),
     (dict(x_train=np.ones((12, 6, 5), int)), "x_train is int64"), (dict(x_train=images(12)), "uint8 (12,)"),
     (dict(x_test=images(6, 6, 6)), "differ in shape"), (dict(x_test=np.ones((6, 6, 5))), "or dtype"),
@@ -1023,26 +878,25 @@ def test_data_npz_that_would_train_badly_is_warned_of(tmp_path):
 def test_data_npz_fault_is_one_line(change, says, tmp_path):
     path = str(put_npz(tmp_path, **change))
     assert says in (message := refusal(ValueError, data.load, path)) and path in message
-    assert "no-such" in refusal(FileNotFoundError, data.load, "no-such.npz")
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("k", range(12))
 def test_data_damaged_file_is_one_line_or_harmless(k, tmp_path):
-    for file in (put_npz(tmp_path), *put_idx(tmp_path / "MNIST/raw")):
+    arrays = images(30, 28, 28), np.arange(30) % 10
+    for file in (put_npz(tmp_path), *put_idx(tmp_path / "MNIST/raw", arrays * 2)):
         whole, g = bytearray(file.read_bytes()), np.random.default_rng(k)
         a, b = np.sort(g.integers(len(whole), size=2))
-        bad = (whole[:a], b"", b"<html>", whole[:3], whole[:a] + whole[a + 9:], whole + b"more",
-               whole[:a] + bytes(9) + whole[a + 9:], whole[:a] + whole[:9] + whole[a:], *[whole[:]] * 4)[k]
-        if k > 7:
+        bad = (whole[:a], b"", b"<html>", whole[:a] + whole[a + 9:], whole + b"more", whole[:a] + bytes(9),
+               whole[:a] + whole[:9] + whole[a:], *[whole[:]] * 5)[k]
+        if k > 6:
             bad[b], bad[a % 16] = bad[b] ^ 255, bad[a % 16] ^ 255  # the latter in the header
         file.write_bytes(bad)
         try:
             x, y, x_test, y_test, classes = data.load(str(file) if file.suffix else "mnist", str(tmp_path))
-            assert k > 4 and x.shape[1:] == x_test.shape[1:] and len(x) == len(y) and max(y) < classes
+            assert k > 3 and x.shape[1:] == x_test.shape[1:] and len(x) == len(y) and max(y) < classes
         except ValueError as error:
             assert "\n" not in str(error) and str(tmp_path) in str(error)
-        assert file.read_bytes() == bad
         file.write_bytes(whole)
 
 
@@ -1128,7 +982,8 @@ REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --
 --target-acc 101; --eval-every 0; --stop-after 0; --checkpoint-every -1; --mode scan; --chunk -1
 --device cuda:0; --device cuda; --state-device cuda; --gate-ratio walking; --alpha -1; --local-epochs 0
 --algo fedvra --dual-step soon; --precision tf32; --precision half
---sampling bernoulli --participation 1e-9""".replace("\n", "; ").split("; ")
+--sampling bernoulli --participation 1e-9; --compile; --chunk 2; --mode loop --compile
+--rounds 99 --lr-decay .01""".replace("\n", "; ").split("; ")
 
 
 @pytest.mark.parametrize("flags", REFUSED_FLAGS, ids=lambda _: "")
@@ -1139,13 +994,15 @@ def test_cli_refused_before_data_is_loaded(flags, tmp_path, capsys, monkeypatch)
     assert start("synthetic", tmp_path / "runs", flags) == 2 and not list(tmp_path.iterdir())
     *_, name = [token for token in flags.split() if token.startswith("--")] or [flags]
     err = one_line(capsys, name)
-    assert flags.split()[-1] in err or any(says in err for says in ("belongs to", "not with", "too few for"))
+    others = ("belongs to", "not with", "too few for", "work with")
+    assert flags.split()[-1] in err or any(says in err for says in others)
 
 
 def test_cli_refused_for_the_data(tiny, tmp_path, capsys):
     (tmp_path / "cut.npz").write_bytes(tiny.read_bytes()[:-300])
     for dataset, flags, code, says in [
             (tiny, "--num-clients 201", 2, "201 clients"), (tiny, "--model cnn", 2, "--model cnn"),
+            (tiny, "--like cifar10 --model linear", 2, "--augment none"),
             (tiny, "--partition dirichlet-class --min-samples 20", 2, "minimum"), ("mnist2", "", 2, "mnist2"),
             (tmp_path / "cut.npz", "", 2, "cut.npz"), (tmp_path / "no.npz", "", 1, "no.npz: No such file")]:
         assert start(dataset, tmp_path / "runs", flags) == code and one_line(capsys, says)
@@ -1269,13 +1126,15 @@ def test_cli_evaluation(tiny):
     _, _, x, y, classes = data.load(str(tiny))
     linear = models.build("linear", x.shape[1:], classes, [], 0)
     model, omega = torch.nn.Sequential(linear, torch.nn.Dropout(0.9)).train(), flatten(linear)
+    linear.eval()
     of_zeros = run.evaluate(model, torch.zeros_like(omega), x, y)
     assert [float(v) for v in of_zeros] == pytest.approx([100 * float((y == 0).float().mean()), math.log(3)])
     logits = x @ omega[:36].view(3, 12).T + omega[36:]
     right, loss = (logits.argmax(1) == y).double().mean(), (logits.logsumexp(1) - logits[range(60), y]).mean()
     for batch in (1, 7, 1000):
         result = [float(v) for v in run.evaluate(model, omega, x, y, batch)]
-        assert result == pytest.approx([100 * float(right), float(loss)], abs=1e-4) and model.training
+        assert result == pytest.approx([100 * float(right), float(loss)], abs=1e-4)
+        assert model.training and not linear.training
 
 
 # ---- what every method is given ----
@@ -1469,6 +1328,8 @@ def test_cli_finished_run_says_so_and_prints_anew(tiny, tmp_path, capsys):
     (folder / "config.json").write_text("[]")
     (folder / "summary.json").unlink()
     (folder / "model.pt").unlink()
+    (folder / "checkpoint.pt.7.tmp").write_text("left by a kill")
+    os.utime(folder / "checkpoint.pt.7.tmp", (0, 0))
     for flags in ("", "--resume", "--state-device cpu --mode vmap --checkpoint-every 0"):
         capsys.readouterr()
         assert start(tiny, tmp_path, flags) == 0 and contents(tmp_path) == before
@@ -1496,12 +1357,25 @@ def damaged(content, seed):
             content[:a] + content[:size] + content[a:], content[:a] + content[a + size:]][seed % 6]
 
 
-@pytest.mark.parametrize("damage", [*range(12), [1, 2], dict(state={}), dict(settings=7), "code"])
+def test_cli_another_process_is_not_set_back(tiny, tmp_path, monkeypatch, capsys):
+    """Whoever finds a checkpoint that it has not written itself ends, and leaves it."""
+    def other():
+        file, = tmp_path.rglob("checkpoint.pt")
+        os.utime(file, (9, 9))
+    at_round(3, monkeypatch, "progress", other)
+    assert start(tiny, tmp_path, "--checkpoint-every 0", "feddc") == 1 and one_line(capsys, "another process")
+    assert len(read(folders(tmp_path)["feddc"] / "checkpoint.pt")["log"]) == 2
+
+
+@pytest.mark.parametrize("damage", [*range(12), [1, 2], dict(state={}), dict(settings=7), "code", "omega"])
 def test_cli_damaged_checkpoint(damage, tiny, tmp_path, capsys):
     """Exit code 1, one line, all files as they were; nothing that it holds is executed."""
     assert start(tiny, tmp_path, "--stop-after 2") == 0
     file, marker = folders(tmp_path)["fedssg"] / "checkpoint.pt", tmp_path / "ran"
-    if isinstance(damage, int):
+    if damage == "omega":       # a number of the state
+        omega = read(file)["state"]["omega"].numpy().tobytes()
+        file.write_bytes(file.read_bytes().replace(omega, bytes(4) + omega[4:]))
+    elif isinstance(damage, int):
         file.write_bytes(damaged(file.read_bytes(), damage))
     else:
         trap = type("Trap", (), {"__reduce__": lambda self: (os.mkdir, (str(marker),))})()

@@ -79,7 +79,7 @@ def mnist(data_dir, device):
 
 
 def products(x, weights, G, outputs, dW, dx):
-    """A step's matrix products of x (B, features), G (B, classes), into the last three; all may lead with (m,)."""
+    """A step's matrix products of x (B, features), G (B, classes), into the last three; (m,) may lead."""
     inputs = [x, *outputs[:-1]]
     for x, W, y in zip(inputs, weights, outputs):
         torch.matmul(x, W.mT, out=y)                    # x W^T

@@ -56,10 +56,9 @@ def kill_one(method, out, rounds, how, delay, limit):
 def result(out):
     """Final weights and log of the only run under `out`."""
     folder, = (path for path in out.iterdir() if path.is_dir())
-    left = [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
     with open(folder / "log.csv", newline="") as file:
         log = [row | {"seconds": None} for row in csv.DictReader(file)]
-    return torch.load(folder / "model.pt", weights_only=True), log, left
+    return torch.load(folder / "model.pt", weights_only=True), log
 
 
 def main():
@@ -96,8 +95,8 @@ def main():
 
 def compare(method, straight, disturbed):
     """1 if both ended alike; ends the program if not."""
-    (weights, log, _), (weights_2, log_2, left) = result(straight), result(disturbed)
-    if left or log != log_2 or any(not torch.equal(weights[name], weights_2[name]) for name in weights):
+    (weights, log), (weights_2, log_2) = result(straight), result(disturbed)
+    if log != log_2 or any(not torch.equal(weights[name], weights_2[name]) for name in weights):
         sys.exit(f"{method}: the resumed run ended otherwise than the undisturbed one")
     return 1
 
