@@ -105,8 +105,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
     local: f_i + <lambda_i, theta - omega> + gamma/2 ||theta - omega||^2
     lambda_i += a gamma D_i (cohort only);   omega += d/N sum_S D_i + mean_N h_i
-    `auto`: d = 1/p; a = min(1 / (1 - (1 - eta_0 gamma)^K_i), 1/p), or 1 if gamma is 0. experiments/README.md
-    derives them, and says what the paper's a 7, d 10 do.
+    `auto`: d = 1/p; a = min(1 / (1 - (1 - eta_0 gamma)^K_i), 1/p), or 1 if gamma is 0: experiments/README.md.
     """
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))
@@ -126,7 +125,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
 
 def disco_weights(r: Round, a: float, b: float) -> Tensor:
-    """FedDisco's weights (m,), of sum 1: relu(n_i/sum_S n - a kl_i + b), or n_i/sum_S n where all those are 0.
+    """FedDisco's weights (m,), of sum 1: relu(n_i/sum_S n - a kl_i + b), or n_i/sum_S n where all are 0.
 
     kl_i = KL(label distribution of i || uniform), divided by its sum over the cohort unless that is 0.
     """
@@ -141,10 +140,8 @@ def disco_weights(r: Round, a: float, b: float) -> Tensor:
 
 def feddisco(s: State, r: Round, train: Train, *, alpha: float = 0.01, disco_a: float = 0.5,
              disco_b: float = 0.1) -> dict:
-    """FedDisco, Ye et al. 2023, arXiv 2305.19229, which weighs a client less the less uniform its labels are.
-
-    The FedSSG paper builds it on FedDyn: omega += sum_S disco_i D_i + mean_N h_i, the rest as `feddyn`.
-    """
+    """FedDisco, Ye et al. 2023, arXiv 2305.19229, on FedDyn, as in the FedSSG paper:
+    omega += sum_S disco_i D_i + mean_N h_i, the rest as `feddyn`."""
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))
     disco_i = disco_weights(r, disco_a, disco_b)                                # (m,)

@@ -27,8 +27,7 @@ def cnn(channels: int, size: int, classes: int) -> nn.Module:
     """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then 384 and 192 hidden units;
     (n, channels, size, size) -> logits (n, classes).
 
-    32x32x3 images: 797 962 parameters for 10 classes (CIFAR-10), 815 332 for 100. The paper names the
-    convolutions only; the rest is the released program's. It works in channels_last, the parameters do not.
+    CIFAR-10: 797 962 parameters. The paper names the convolutions only; the rest is the released program's.
     """
     side = ((size - 4) // 2 - 4) // 2
     model = nn.Sequential(
@@ -46,8 +45,7 @@ def _channels_last(module, inputs):     # faster on a CPU; vmap knows no .contig
 def build(name: str, shape: Sequence[int], classes: int, hidden: Sequence[int], seed: int) -> nn.Module:
     """The named model for samples of the given shape, with torch's initial weights drawn from the seed.
 
-    The draw is the same on every device and leaves torch's own generator as it was. Raises ValueError if the
-    name is unknown or the model does not fit the shape.
+    The draw is the same on every device, and leaves torch's generator alone. Raises ValueError for a misfit.
     """
     if name == "cnn" and (len(shape) != 3 or shape[1] != shape[2] or shape[1] < 16):
         raise ValueError(f"--model cnn: needs square images, 16x16 or more, not {tuple(shape)}; use fcn")

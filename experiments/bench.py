@@ -108,7 +108,8 @@ def bare(model, X, idx):
             products(x[i, k], own, G[i], *own_places)
 
     def spread():
-        with ThreadPoolExecutor(torch.get_num_threads(), torch.set_num_threads, (1,)) as pool:
+        n = torch.get_num_threads()
+        with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(client, range(m)))
     return {"bare products, batched over the clients": cohort} if X.is_cuda else {
         "bare products, clients spread over the threads": spread}

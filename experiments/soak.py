@@ -41,7 +41,7 @@ def run(method, out, rounds, limit):
 
 
 def kill_one(method, out, rounds, how, delay, limit):
-    """Start or resume the run and send the signal `delay` seconds after its first line; True if that ended it."""
+    """Start or resume a run, send the signal `delay` seconds after its first line; whether that ended it."""
     process = subprocess.Popen(
         command(method, out, rounds), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
@@ -66,7 +66,7 @@ def main():
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="in all")
     parser.add_argument("--rounds", type=int, default=30, help="rounds of each run")
-    parser.add_argument("--max-delay", type=float, default=3.0, help="latest kill, seconds after the first line")
+    parser.add_argument("--max-delay", type=float, default=3.0, help="of a kill, seconds from the first line")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--limit", type=float, default=300, help="seconds that any one run may take")
     args = parser.parse_args()
