@@ -389,6 +389,27 @@ def test_method_disco_weights_by_hand(a, b, labels, expected):
     assert close(disco_weights(r, a, b), np.array(expected) / sum(expected), 1e-6)
 
 
+def eq34(L, alpha, B=1.0, psi=0.0, K=math.inf, xi=0.0, swapped=False):
+    """Appendix B, Eq. (34): f(w) falls by at least this times ||grad f(w)||^2. Here alpha_bar = alpha, K = |S|.
+    swapped: p / 2 of the theorem as it is printed, with (1 + B) psi where (34) has B (1 + psi)."""
+    third = (1 + B) * psi if swapped else B * (1 + psi)
+    sampling = 0.0 if K == math.inf else (2 * math.sqrt(2 * K) + 2) / K
+    fall = (1 - psi * B - B * (1 + psi) * math.sqrt(2 / K)) / alpha - L * third / alpha ** 2
+    return (1 + xi) * (fall - L * (B * (1 + psi)) ** 2 * ((1 + xi) / 2 + sampling) / alpha ** 2)
+
+
+def test_method_theorem_as_printed_promises_too_much():
+    """Identical quadratics L/2 ||w||^2 and exact proximal steps: psi 0, B 1, no sampling error."""
+    for L, alpha in ((0.1, 1.0), (0.5, 2.0), (1.0, 30.0)):
+        w = torch.tensor([3.0, -4], dtype=F64)
+        theta = alpha / (L + alpha) * w             # argmin L/2 ||theta||^2 + alpha/2 ||theta - w||^2
+        fall = float(L / 2 * (w @ w - theta @ theta) / (L ** 2 * w @ w))
+        assert eq34(L, alpha) <= fall < eq34(L, alpha, swapped=True)
+    assert eq34(0.1, 1.0) == pytest.approx(0.85) and eq34(0.1, 1.0, swapped=True) == pytest.approx(0.95)
+    assert eq34(0.1, 1.0, B=1.2, psi=0.1, K=400, xi=0.5) == pytest.approx(1.5 * (
+        1 - 0.12 - 1.32 * math.sqrt(2) / 20 - 0.132 - 0.17424 * (0.75 + (2 * math.sqrt(800) + 2) / 400)))
+
+
 # ==== 5. The client loop ====================================================================================
 
 MODES = pytest.mark.parametrize("mode", ["loop", "vmap"])
