@@ -390,7 +390,7 @@ def test_method_disco_weights_by_hand(a, b, labels, expected):
 
 
 def eq34(L, alpha, B=1.0, psi=0.0, K=math.inf, xi=0.0, swapped=False):
-    """Appendix B, Eq. (34): f(w) falls by at least this times ||grad f(w)||^2. Here alpha_bar = alpha, K = |S|.
+    """Appendix B, Eq. (34): f(w) falls by at least this times ||grad f(w)||^2; alpha_bar = alpha, K = |S|.
     swapped: p / 2 of the theorem as it is printed, with (1 + B) psi where (34) has B (1 + psi)."""
     third = (1 + B) * psi if swapped else B * (1 + psi)
     sampling = 0.0 if K == math.inf else (2 * math.sqrt(2 * K) + 2) / K
