@@ -237,7 +237,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     X, Y     the data set, (n, ...) each; criterion(model(x), y, reduction="none") gives the losses (B,)
     idx, w   (K, m, B): samples of each step, and 1 for a sample, 0 for padding; a client's own steps first
     mode     `loop`: each client by itself, as many at once as torch has threads (CPU). `vmap`: all clients in
-             one batched step (CUDA), `chunk` at once, by torch.compile if `compiled`. `auto` picks
+             one batched step (CUDA), `chunk` at once. `auto` picks. compiled: either step by torch.compile
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
     precision   `bf16`: the model computes under torch.autocast; all else is in float32
     Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
@@ -248,6 +248,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     refuse(model, X)
     m, filled = idx.shape[1], w.sum(dim=2)                                  # (K, m)  samples in a batch
     w = w / filled.clamp(min=1)[:, :, None]                                 # a batch's loss becomes its mean
+    loop = mode == "loop" or (mode == "auto" and not omega.is_cuda)
     if m == 0:
         return torch.empty_like(b), torch.empty_like(rho)
 
@@ -260,11 +261,11 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         own, theta, g = copy.deepcopy(model), omega.clone(), torch.empty_like(omega)
         for p, part, g_part in zip(trainable(own), parts(own, theta), parts(own, g)):
             p.data, p.grad = part, g_part
-        losses, its = omega.new_zeros(()), slice(steps[j])
+        losses, its, rho_j = omega.new_zeros(()), slice(steps[j]), float(rho[j])
         for k, (y, w_k) in enumerate(zip(Y[idx[its, j]], w[its, j])):
             g.copy_(b[j])               # the affine term, to which backward() adds the gradient of f_i
-            if rho[j]:
-                g.add_(theta, alpha=rho[j])
+            if rho_j:
+                g.add_(theta, alpha=rho_j)
             loss = _loss(criterion, forward(own, None, batches(k, j), precision), y, w_k)
             loss.backward()
             losses += loss.detach()
@@ -272,21 +273,26 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
             theta.mul_(1 - lr * weight_decay).sub_(g, alpha=lr * (clip / norm if norm > clip else 1.0))
         return theta, losses
 
-    def many(j):    # `vmap`: the clients j (a tensor of indices), step by step
-        theta, rho_j, b_j, losses = omega.repeat(len(j), 1), rho[j], b[j], omega.new_zeros(len(j))
-        for x, y, w_k in zip(batches(slice(None), j), Y[idx[:, j]], w[:, j]):
-            theta, loss = step(theta, rho_j, b_j, x, y, w_k)
+    def many(j, own=None):      # `vmap`: the clients j, a tensor of indices; or one client, compiled
+        # functional_call changes the model while it is in use: a thread has a copy
+        its, rho_j, b_j, mine = slice(own), rho[j], b[j], copy.deepcopy(model) if loop else model
+        theta, losses = omega.expand_as(b_j).clone(), torch.zeros_like(rho_j)
+        for x, y, w_k in zip(batches(its, j), Y[idx[its, j]], w[its, j]):
+            theta, loss = step(mine, *same, theta, rho_j, b_j, x, y, w_k)
             losses = losses + loss
-            theta = theta.clone() if compiled else theta        # the next replay writes where this one did
+            theta = theta.clone() if compiled and not loop else theta       # a CUDA graph writes it anew
         return theta, losses
 
-    if mode == "loop" or (mode == "auto" and not omega.is_cuda):
-        steps, rho = (filled > 0).sum(dim=0).tolist(), rho.tolist()
-        theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(one, range(m)))
-        return torch.stack(theta_i), torch.stack(loss_i)
+    step = _step if loop else _steps
+    if compiled:
+        step = torch.compile(step, mode="default" if loop else "reduce-overhead")
     numbers = [omega.new_full((), x) for x in (lr, weight_decay, clip)]     # floats would be compiled in
-    step = torch.compile(_step, mode="reduce-overhead") if compiled else _step
-    step = functools.partial(step, model, names(model), precision, criterion, *numbers)
+    same = names(model), precision, criterion, *numbers
+    if loop:
+        steps = (filled > 0).sum(dim=0).tolist()
+        task = (lambda j: many(j, steps[j])) if compiled else one
+        theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(task, range(m)))
+        return torch.stack(theta_i), torch.stack(loss_i)
     theta_i, loss_i = zip(*map(many, torch.arange(m, device=idx.device).split(chunk or m)))
     return torch.cat(theta_i), torch.cat(loss_i)
 
@@ -299,15 +305,18 @@ def _loss(criterion, output, y, w):
 
 
 def _step(model, named, precision, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
-    """`vmap`: one step of all clients; (m, d) -> (m, d), and the losses (m,)."""
-    def loss(theta, x, y, w):
+    """One step of one client, as a function: (d,) -> (d,), and the loss ()."""
+    def loss(theta):
         return _loss(criterion, forward(model, theta, x, precision, named), y, w)
-    g, value = vmap(grad_and_value(loss))(theta, x, y, w)
-    g = g + rho[:, None] * theta + b
-    scale = (clip / g.norm(dim=1, keepdim=True)).clamp(max=1)               # (m, 1)
+    g, value = grad_and_value(loss)(theta)
+    g = g + rho * theta + b
+    scale = (clip / g.norm()).clamp(max=1)
     moved = theta - lr * (scale * g + weight_decay * theta)
-    active = w.sum(dim=1) > 0                                               # (m,)  not all padding
-    return torch.where(active[:, None], moved, theta), value
+    return torch.where(w.sum() > 0, moved, theta), value                    # as it was, if all is padding
+
+
+def _steps(*args):      # of all clients at once: theta (m, d) and what follows it
+    return vmap(functools.partial(_step, *args[:7]))(*args[7:])
 
 
 @functools.cache

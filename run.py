@@ -450,7 +450,7 @@ def flag_parser():
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="which GPU: CUDA_VISIBLE_DEVICES")
     add("--mode", choices=("auto", "loop", "vmap"), default="auto", help="clients one by one, or at once")
     add("--chunk", type=number(int, 0), default=0, help="vmap: at most so many clients at once; 0: all")
-    add("--compile", **yes, help="vmap: compile the step, once a size of cohort; needs a C++ compiler")
+    add("--compile", **yes, help="compile the step (vmap: once a size of cohort); needs a C++ compiler")
     add("--precision", choices=("float32", "tf32", "bf16"), default="float32",
         help="of the model; tf32: CUDA only; bf16: by autocast, fast on GPUs and on CPUs that have it")
     add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: per-client rows in host memory")
@@ -556,8 +556,8 @@ def open_device(args):
         stop(2, "--state-device cpu: works in one process; start without torchrun")
     if W > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
-    if (args.compile or args.chunk) and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
-        stop(2, "--compile, --chunk: work with --mode vmap")
+    if args.chunk and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
+        stop(2, f"--chunk {args.chunk}: works with --mode vmap")
     if args.precision == "tf32" and not cuda:
         stop(2, "--precision tf32: works on CUDA only; use float32 or bf16")
     if not cuda:
@@ -648,7 +648,8 @@ def main(argv=None):
         if isinstance(error, MemoryError) or "to allocate" in text or "ALLOC_FAILED" in text:
             stop(1, "out of memory; use fewer clients, a smaller --model or --hidden, or --chunk")
         if kind.startswith("torch._") or isinstance(error, dist.DistError) or "gloo" in text:
-            stop(1, text.strip().splitlines()[-1])      # a compiler is missing, or a process has gone
+            # a compiler is missing (after which torch tells its developers' switches), or a process has gone
+            stop(1, text.split("\n\nSet TORCH")[0].strip().splitlines()[-1])
         raise
 
 

@@ -15,6 +15,7 @@ import csv
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -107,12 +108,27 @@ def bare(model, X, idx):
         for k in range(K):
             products(x[i, k], own, G[i], *own_places)
 
-    def spread():
-        n = torch.get_num_threads()
-        with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(client, range(m)))
     return {"bare products, batched over the clients": cohort} if X.is_cuda else {
-        "bare products, clients spread over the threads": spread}
+        "bare products, clients spread over the threads": lambda: spread(client, m)}
+
+
+def spread(client, m):
+    """client(i) for all clients, on as many threads as torch has."""
+    n = torch.get_num_threads()
+    with ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        list(pool.map(client, range(m)))
+
+
+def autograd(model, X, Y, idx):
+    """{name: f}: torch's forward and backward of each step, and nothing else: gradients are thrown away."""
+    K, m, _ = idx.shape
+    x, y = X[idx].transpose(0, 1).contiguous(), Y[idx].transpose(0, 1)
+
+    def client(i):
+        own = copy.deepcopy(model)
+        for k in range(K):
+            torch.autograd.grad(torch.nn.functional.cross_entropy(own(x[i, k]), y[i, k]), own.parameters())
+    return {} if X.is_cuda else {"torch.autograd.grad alone": lambda: spread(client, m)}
 
 
 def plain(model, shares, device):
@@ -139,6 +155,8 @@ def ours(model, X, Y, parts, cohort, precisions=("float32",)):
         local_sgd(model, omega, b.new_zeros(len(b)), b, X, Y, idx, w, LR, DECAY, CLIP, precision=precision,
                   **how)
     ways = {"loop": dict(mode="loop"), "vmap": dict(mode="vmap")}
+    if any(map(shutil.which, ("g++", "clang++", "c++"))):
+        ways["loop, compiled"] = dict(mode="loop", compiled=True)
     if X.is_cuda:
         ways = {"vmap": dict(mode="vmap"), "vmap, compiled": dict(mode="vmap", compiled=True)}
     return {f"{name}, {precision}": lambda precision=precision, how=how: train(precision, **how)
@@ -155,7 +173,8 @@ def round_of_mnist(args, device):
     model = models.build("fcn", X.shape[1:], 10, [200, 200], 0).to(device)
     idx, _, K_i = data.schedule(parts, cohort, 0, 1, E, B)
     shares = [TensorDataset(X[parts[i]].cpu(), Y[parts[i]].cpu()) for i in cohort]
-    rivals = bare(model, X, torch.as_tensor(idx, device=device))
+    idx = torch.as_tensor(idx, device=device)
+    rivals = bare(model, X, idx) | autograd(model, X, Y, idx)
     rivals |= ours(model, X, Y, parts, cohort, precisions_of(device) if X.is_cuda else ("float32",))
     rivals["plain: Module, DataLoader, SGD for each client"] = lambda: plain(model, shares, device)
     rivals["evaluation of the test set"] = lambda: evaluate(model, flatten(model), X_test, Y_test)
@@ -165,7 +184,7 @@ def round_of_mnist(args, device):
          f"{int(K_i.sum())} steps of {B}",
          ("", "wall s", "processor s", "of bare, wall", "of bare, processor"),
          [(rival, *t, t[0] / least[0], t[1] / least[1]) for rival, t in times.items()])
-    print("\nMedians. All but bare and evaluation draw their batches; loop and vmap have a term b.")
+    print("\nMedians. The first two and evaluation draw no batches; loop and vmap have a term b.")
     if name != "MNIST":
         print(f"There is no MNIST in {args.data_dir} (--data-dir): `synthetic`, repeated to its size.")
 
