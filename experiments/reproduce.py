@@ -70,10 +70,11 @@ STUDIES = {
     "form": study("Which form? MNIST 15 %, Dir 0.3", MNIST, SSG | DC, 5, 97),
     "form-readings": study("The two printed forms: MNIST 15 %, Dir 0.3", MNIST, READINGS | DC, 3, 97),
     "form-500": study("Which form? MNIST, 500 clients, 2 %, Dir 0.3", MANY, FIVE, 5, 95, 97),
-    "form-constant": study("Which form? MNIST 15 %, constant rate", f"{MNIST} --lr-decay 1", FIVE, 5, 97),
-    "form-short": study("Which form? MNIST 15 %, T 40", f"{MNIST} --rounds 40", FIVE, 5, 97),
-    "form-unequal": study("Which form? MNIST 15 %, unequal clients", f"{MNIST} --partition dirichlet-class",
-                          FIVE, 5, 97),
+    "form-constant": study("Which form? MNIST 15 %, Dir 0.3, constant rate, T 100",
+                           f"{MNIST} --rounds 100 --lr-decay 1", FIVE, 5, 97),
+    "form-short": study("Which form? MNIST 15 %, Dir 0.3, T 40", f"{MNIST} --rounds 40", FIVE, 5, 97),
+    "form-unequal": study("Which form? MNIST 15 %, unequal clients (Dir 0.3 over each class), T 100",
+                          f"{MNIST} --rounds 100 --partition dirichlet-class", FIVE, 5, 97),
     "fastest": study("Fastest? MNIST 15 %, Dir 0.3", MNIST, EIGHT, 10, to=97),
     "fastest-fashion": study("Fastest? FashionMNIST 15 %", "--dataset fashionmnist", EIGHT, 5, 80, 85, to=85),
     "end": study("Best at the end? MNIST 15 %", MNIST, EIGHT, 3, 97, more=dict.fromkeys(SSG | DC, 5)),
@@ -275,14 +276,14 @@ def serves(row, s):
 
 # ---- runs --------------------------------------------------------------------------------------------------
 
-def missing(names, ids, rows):
-    """What the studies still want, as (study, variant, flags, id, seed), seed after seed."""
+def missing(names, ids, rows, seeds=math.inf):
+    """What the studies still want, seed after seed, as (study, variant, flags, id, seed)."""
     for name in names:
         s = STUDIES[name]
         for seed in map(str, range(max(s["seeds"], *s["more"].values(), 0))):
             for label, flags in s["variants"].items():
                 flags = f"{s['setting']} {flags}"
-                run_id, n = ids[flags][0], s["more"].get(label, s["seeds"])
+                run_id, n = ids[flags][0], min(s["more"].get(label, s["seeds"]), seeds)
                 row = rows.get((run_id, seed))
                 if run_id and int(seed) < n and not (row and serves(row, s)):
                     yield name, label, flags, run_id, seed
@@ -294,7 +295,7 @@ def dry_run(names, ids, args):
     for row in rows.values():
         like = row["dataset"], row["num_clients"], row["local_epochs"]
         paces.setdefault(like, []).append(float(row["seconds_per_round"]))
-    for name, label, flags, *key in missing(names, ids, rows):
+    for name, label, flags, *key in missing(names, ids, rows, args.seeds):
         s, to, limit = resolve(flags), STUDIES[name]["to"], STUDIES[name]["limit"]
         met = [reached(row, to) for row in rows.values() if to and row["id"] == key[0]]
         rounds = limit or (mean([t for t in met if t] or [60]) if to else s["rounds"])
@@ -363,7 +364,8 @@ def play(names, ids, args):
     while True:
         if not signals and len(running) < args.workers:
             busy = {task[3:] for _, task, _ in running.values()}
-            todo = (task for task in missing(names, ids, measured(args.results)) if task not in tried)
+            left = missing(names, ids, measured(args.results), args.seeds)
+            todo = (task for task in left if task not in tried)
             if task := next((task for task in todo if task[3:] not in busy), None):
                 tried.add(task)
                 process, output = start(task, args)
@@ -513,6 +515,7 @@ def main(argv=None):
         help="take run folders, or folders of them, into the results")
     add("--target", type=float, nargs="+", default=[], help="--table: rounds to these accuracies, percent")
     add("--version", default="unknown", help="--harvest: of the code that made the folders")
+    add("--seeds", type=int, default=math.inf, help="play at most the first so many seeds of a study (all)")
     add("--workers", type=int, default=1, help="runs at once (1)")
     add("--threads", type=int, default=1, help="of each run (1); --harvest: that the folders were made with")
     add("--data-dir", default="data", help="folder of the data sets (data)")
@@ -523,8 +526,8 @@ def main(argv=None):
         for name, s in STUDIES.items():
             print(f"{name:16} {len(s['variants']):2} variants, {s['seeds']:2} seeds: {s['title']}")
         return 0
-    if min(args.workers, args.threads) < 1:
-        stop("--workers and --threads: 1 or more")
+    if min(args.workers, args.threads, args.seeds) < 1:
+        stop("--workers, --threads and --seeds: 1 or more")
     match = {name: ALL if name == "all" else fnmatch.filter(STUDIES, name) for name in args.names}
     names = list(dict.fromkeys(name for these in match.values() for name in these))
     folders = list(run_folders(name for name, these in match.items() if not these)) if args.table else []
