@@ -294,7 +294,8 @@ def dry_run(names, ids, args):
     rows, paces, planned, total = measured(args.results), {}, {}, 0
     for row in rows.values():
         like = row["dataset"], row["num_clients"], row["local_epochs"]
-        paces.setdefault(like, []).append(float(row["seconds_per_round"]))
+        if row["seconds_per_round"]:
+            paces.setdefault(like, []).append(float(row["seconds_per_round"]))
     for name, label, flags, *key in missing(names, ids, rows, args.seeds):
         s, to, limit = resolve(flags), STUDIES[name]["to"], STUDIES[name]["limit"]
         met = [reached(row, to) for row in rows.values() if to and row["id"] == key[0]]
