@@ -1,6 +1,6 @@
 """The figures, one command each. They need matplotlib.
 
-    figures.py curves runs/mnist-* --out curves.png     run folders, or results/curves/NAME.csv
+    figures.py curves runs/mnist-* --out curves.png     run folders, a study, or results/curves/NAME.csv
     figures.py targets fastest --out targets.png        a study of reproduce.py, or run folders
     figures.py alpha --out alpha.png                    the study alpha
     figures.py gate --out gate.png                      flags of run.py may follow: --rounds 100
@@ -62,8 +62,20 @@ def told_apart(names):
 
 # ---- from results and run folders --------------------------------------------------------------------------
 
+def curves_of(name, results):
+    """{label: {seed: {round: accuracy}}} of a study, and its title."""
+    lines = {}
+    for label, _, rows, _ in reproduce.entries_of(name, results):
+        for seed, row in rows.items():
+            column = f"{row['method']} {row['variant']}".strip() + f" seed {seed}"
+            table = reproduce.read_csv(results / "curves" / f"{row['setting']}.csv", ("round",))
+            lines.setdefault(label, {})[seed] = {
+                int(line["round"]): float(line[column]) for line in table if line[column]}
+    return lines, reproduce.STUDIES[name]["title"]
+
+
 def read_curves(paths):
-    """{label: {seed: {round: accuracy}}}; where settings differ, the label says how."""
+    """{label: {seed: {round: accuracy}}}; where settings differ, the label says how. And a title."""
     found = {}
     for path in (path for path in paths if path.suffix == ".csv"):
         for line in reproduce.read_csv(path, ("round",)):
@@ -84,7 +96,8 @@ def read_curves(paths):
 
 def curves(args):
     """Mean over seeds, and the band from the least to the most; the second panel lacks the first third."""
-    lines, title = read_curves(args.what)
+    study = len(args.what) == 1 and str(args.what[0]) in reproduce.STUDIES
+    lines, title = curves_of(str(args.what[0]), args.results) if study else read_curves(args.what)
     last = {label: mean(list(its.values())[-1] for its in seeds.values()) for label, seeds in lines.items()}
     order = sorted(lines, key=last.get, reverse=True) or stop("nothing to draw: no run has an evaluation")
     shared = {label: sorted(set.intersection(*map(set, lines[label].values()))) for label in order}
@@ -141,11 +154,11 @@ def targets(args):
         ax.plot(at, [y] * len(at), "o", color=colour, alpha=0.55, markersize=5)
         ax.plot(far[label], [y] * len(far[label]), ">", color=colour, markersize=6)
         ax.vlines(mean(at), y - 0.32, y + 0.32, color=colour, linewidth=2)
-        end = max(at + far[label]), y
-        ax.annotate(f"{mean(at):.1f}", end, (8, 0), textcoords="offset points", va="center")
         goal, count = reproduce.paper("rounds").get(key, ("", ""))
-        if goal == f"{target:g}" and count.isdigit():
-            ax.plot(int(count), y, "D", color="black", fillstyle="none", markersize=7)
+        theirs = [int(count)] if goal == f"{target:g}" and count.isdigit() else []
+        ax.plot(theirs, [y] * len(theirs), "D", color="black", fillstyle="none", markersize=7)
+        end = max(at + far[label] + theirs), y
+        ax.annotate(f"{mean(at):.1f}", end, (8, 0), textcoords="offset points", va="center")
     names = [f"{label}, {len(rows)} seed{'s'[:len(rows) - 1]}" for label, _, rows, _ in reversed(entries)]
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4),
            xlabel=f"rounds to {target:g} % test accuracy")
