@@ -1665,6 +1665,24 @@ def test_experiments_table_groups_by_all_that_differs(tmp_path, capsys):
     assert own[8] == "-"                                # no accuracy of a run that did not end
 
 
+def test_experiments_results_serve_the_studies(tmp_path, capsys):
+    import figures
+    import reproduce
+    (tmp_path / "runs").mkdir()
+    flags = f"{reproduce.STUDIES['smoke']['setting']} --algo feddc"
+    run_folder(tmp_path / "runs", flags, accs=(10, 20, 30))
+    results = ["--results", str(tmp_path / "results")]
+    reproduce.main(["--harvest", str(tmp_path / "runs"), *results])
+    curves, _ = figures.curves_of("smoke", tmp_path / "results")
+    assert curves == {"feddc": {"0": {1: 10.0, 2: 20.0, 3: 30.0}}}
+    runs = tmp_path / "results" / "runs.csv"
+    runs.write_text(runs.read_text().replace(",0.500,", ",,"))      # a run whose log has no seconds
+    for more, left in (["--seeds", "1"], "2 runs"), ([], "5 runs"):
+        capsys.readouterr()
+        reproduce.main(["smoke", "--dry-run", *results, *more])
+        assert capsys.readouterr().out.splitlines()[-1].startswith(left)
+
+
 def test_experiments_figures_fit_and_label(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     import figures
