@@ -5,7 +5,6 @@
     3 affine term; one round by hand, test_method_*     7 data, test_data_*
     4 invariants, convergence, Disco, test_method_*     8 command line, test_cli_*
                                                         9 tables and figures, test_experiments_*
-                                                        9 tables and figures, test_experiments_*
 
 Each method is compared with something independent of it: numbers worked by hand, autograd, torch.optim,
 closed forms, another method at the setting at which both are the same. No network, no data files.
@@ -1691,6 +1690,10 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys):
     axes = figures.curves(SimpleNamespace(what=folders)).axes
     assert axes[0].get_ylim()[0] < 10 and axes[0].get_ylim()[1] < 40
     assert len({line.get_label() for line in axes[0].lines}) == 2
-    with pytest.raises(SystemExit, match="2"):
-        figures.main(["targets", str(tmp_path), "--out", str(tmp_path / "x.png")])
-    assert "nothing to draw" in capsys.readouterr().err and not (tmp_path / "x.png").exists()
+    for what, out, says in [
+            (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
+            ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),
+            (f"curves end --results {tmp_path}", "x.png", "nothing to draw")]:
+        with pytest.raises(SystemExit, match="2"):
+            figures.main([*what.split(), "--out", str(tmp_path / out)])
+        assert says in capsys.readouterr().err and not (tmp_path / out).exists()

@@ -69,8 +69,8 @@ def curves_of(name, results):
         for seed, row in rows.items():
             column = f"{row['method']} {row['variant']}".strip() + f" seed {seed}"
             table = reproduce.read_csv(results / "curves" / f"{row['setting']}.csv", ("round",))
-            lines.setdefault(label, {})[seed] = {
-                int(line["round"]): float(line[column]) for line in table if line[column]}
+            if curve := {int(line["round"]): float(line[column]) for line in table if line.get(column)}:
+                lines.setdefault(label, {})[seed] = curve
     return lines, reproduce.STUDIES[name]["title"]
 
 
@@ -304,11 +304,15 @@ def main(argv=None):
     parser.add_argument("--rounds-shown", type=int, default=100, help="scatter: rounds to play (100)")
     parser.add_argument("--points", type=Path, help="scatter: draw these points again, play nothing")
     args, args.what = parser.parse_known_args(argv)
+    if args.out.suffix not in (".png", ".svg") or not args.out.parent.is_dir():
+        stop(f"--out {args.out}: name a .png or .svg in a folder that there is")
     if args.figure in ("curves", "targets"):
         args.what = [Path(x) for x in args.what] or stop(f"{args.figure}: name run folders, or see --help")
         missing = [x for x in args.what if not x.exists() and str(x) not in reproduce.STUDIES]
         if missing or any(str(x).startswith("-") for x in args.what):
             stop(f"{(missing or args.what)[0]}: no such file, folder or study")
+        if len(args.what) > 1 and any(str(x) in reproduce.STUDIES for x in args.what):
+            stop("name one study, or run folders")
     figure = draw[args.figure](args)
     figure.savefig(args.out, dpi=110)
 
