@@ -273,12 +273,12 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
             theta.mul_(1 - lr * weight_decay).sub_(g, alpha=lr * (clip / norm if norm > clip else 1.0))
         return theta, losses
 
-    def many(j, own=None):      # `vmap`: the clients j, a tensor of indices; or one client, compiled
+    def many(j, K_j=None):      # `vmap`: the clients j, a tensor of indices; or one client, compiled
         # functional_call changes the model while it is in use: a thread has a copy
-        its, rho_j, b_j, mine = slice(own), rho[j], b[j], copy.deepcopy(model) if loop else model
+        its, rho_j, b_j, own = slice(K_j), rho[j], b[j], copy.deepcopy(model) if loop else model
         theta, losses = omega.expand_as(b_j).clone(), torch.zeros_like(rho_j)
         for x, y, w_k in zip(batches(its, j), Y[idx[its, j]], w[its, j]):
-            theta, loss = step(mine, *same, theta, rho_j, b_j, x, y, w_k)
+            theta, loss = step(own, *same, theta, rho_j, b_j, x, y, w_k)
             losses = losses + loss
             theta = theta.clone() if compiled and not loop else theta       # a CUDA graph writes it anew
         return theta, losses

@@ -1,6 +1,6 @@
 """How fast the local solver and a whole round are on this machine, and what they are measured against.
 
-    python experiments/bench.py                 about 5 minutes on 2 quiet cores
+    python experiments/bench.py                 a few minutes on 2 quiet cores
     python experiments/bench.py --quick         a smoke test: its numbers mean little
     python experiments/bench.py --device cuda   the same on a GPU, in each precision, eager and compiled
 
