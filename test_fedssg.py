@@ -1690,6 +1690,9 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys):
     axes = figures.curves(SimpleNamespace(what=folders)).axes
     assert axes[0].get_ylim()[0] < 10 and axes[0].get_ylim()[1] < 40
     assert len({line.get_label() for line in axes[0].lines}) == 2
+    ax = figures.alpha(SimpleNamespace(target=None, results=figures.HERE / "results")).axes[0]
+    marks = {line.get_marker(): line.get_ydata()[0] for line in ax.lines}
+    assert marks["^"] >= 120 > marks["o"]               # who is not there when the study ends is not left out
     for what, out, says in [
             (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
             ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),

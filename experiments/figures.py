@@ -43,6 +43,15 @@ def canvas(width, height, **options):
     return figure, list(axes.flat)
 
 
+def plain_ticks(axis):
+    """Numbers on a logarithmic axis, without powers of ten."""
+    least, most = axis.get_view_interval()
+    ticks = [a * 10 ** b for b in range(4) for a in (1, 1.5, 2, 2.5, 3, 4, 5, 7)]
+    axis.set_ticks([tick for tick in ticks if least <= tick <= most])
+    axis.set_major_formatter("{x:g}")
+    axis.set_ticks([], minor=True)
+
+
 def styles(labels):
     """{label: (colour, dash)}"""
     found, count = {}, {"fedprox": 1}
@@ -160,8 +169,9 @@ def targets(args):
         end = max(at + far[label] + theirs), y
         ax.annotate(f"{mean(at):.1f}", end, (8, 0), textcoords="offset points", va="center")
     names = [f"{label}, {len(rows)} seed{'s'[:len(rows) - 1]}" for label, _, rows, _ in reversed(entries)]
-    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4),
-           xlabel=f"rounds to {target:g} % test accuracy")
+    ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4), xscale="log",
+           xlabel=f"rounds to {target:g} % test accuracy (logarithmic)")
+    plain_ticks(ax.xaxis)
     figure.suptitle(f"{title}\npoint: a seed; bar, number: mean of those that got there; triangle: not by "
                     "then; diamond: the paper".strip(), fontsize=9)
     ax.margins(x=0.08)
@@ -169,22 +179,28 @@ def targets(args):
 
 
 def alpha(args):
-    """Rounds to the target by alpha: a point a seed, a line through the means."""
+    """Rounds to the target by alpha: a point a seed, a line through the means, ^ for who played so long and
+    did not get there."""
     study = reproduce.STUDIES["alpha"]
-    target, found = args.target or study["targets"][-1], {}
+    target, found, far = args.target or study["targets"][-1], {}, {}
     for label, _, rows, _ in reproduce.entries_of("alpha", args.results):
-        at = [t for t in (reproduce.reached(row, target) for row in rows.values()) if t]
-        if " alpha " in label and at:
-            found.setdefault(label.split(", alpha ")[0], {})[float(label.split(" alpha ")[1])] = at
+        name, _, a = label.partition(", alpha ")
+        for row in rows.values() if a else ():
+            t = reproduce.reached(row, target)
+            its = (found if t else far).setdefault(name, {})
+            its.setdefault(float(a), []).append(t or int(row["played"]))
     look = styles(found) if found else stop("nothing to draw: reproduce.py alpha has not been played")
     figure, (ax,) = canvas(8, 3.6)
     for label, its in found.items():
         colour, dash = look[label]
         ax.plot(sorted(its), [mean(its[a]) for a in sorted(its)], dash, color=colour, label=label)
-        for a, those in its.items():
-            ax.plot([a] * len(those), those, "o", color=colour, alpha=0.5, markersize=4)
-    ticks = sorted({a for its in found.values() for a in its})
-    ax.set(xscale="log", xlabel="alpha", ylabel=f"rounds to {target:g} % test accuracy", title=study["title"])
+        for those, mark in (its, "o"), (far.get(label, {}), "^"):
+            for a, at in those.items():
+                ax.plot([a] * len(at), at, mark, color=colour, alpha=0.5, markersize=4)
+    ticks = sorted({a for its in [*found.values(), *far.values()] for a in its})
+    ax.set(xscale="log", yscale="log", xlabel="alpha", ylabel=f"rounds to {target:g} % test accuracy",
+           title=f"{study['title']}; triangle: not by then")
+    plain_ticks(ax.yaxis)
     ax.set_xticks(ticks, [f"{a:g}" for a in ticks])
     ax.set_xticks([], minor=True)
     figure.legend(loc="outside right upper", frameon=False)

@@ -42,7 +42,8 @@ DC, SCAFFOLD, DYN, AVG = ({x: f"--algo {x}"} for x in ("feddc", "scaffold", "fed
 EIGHT = SSG | DC | SCAFFOLD | DYN | {x: f"--algo {x}" for x in ("fedvra", "feddisco", "fedprox")} | AVG
 OFF = " --gate-ratio off --beta 0"
 TUNED = " --alpha 0.05 --gate-shape clip"       # the paper's alpha for this setting, Section 2's option
-FIVE = SSG | {"fedssg stable, phi = 1": STABLE + OFF} | DC | SCAFFOLD
+NO_GATE = {"fedssg stable, phi = 1": STABLE + OFF}
+FIVE = SSG | NO_GATE | DC | SCAFFOLD
 READINGS = {"fedssg main": MAIN, "fedssg main, alpha 0.05, clip": MAIN + TUNED, "fedssg appendix": APPENDIX,
             "fedssg appendix, clip": APPENDIX + TUNED}
 PHI = {"": "", ", phi = 1": OFF, ", phi = 2": " --gate-ratio off --beta 1",
@@ -54,7 +55,10 @@ WITHOUT = {"": "", ", no alignment": " --alignment none", ", no correction": " -
 PARTS = {name + part: flags + how for name, flags in SSG.items() for part, how in WITHOUT.items()}
 SWEEP = {**dict.fromkeys(SSG, (0.01, 0.03, 0.05, 0.1, 0.3, 1)), "feddc": (0.003, 0.01, 0.03, 0.1, 0.3),
          "feddyn": (0.003, 0.01, 0.03, 0.1)}
-ALPHAS = {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in SWEEP.items() for a in each}
+FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.7), "feddc": (0.02, 0.1, 0.2, 0.7)}
+ALPHAS, FEW_ALPHAS = (
+    {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
+    for sweep in (SWEEP, FEW_SWEEP))
 MNIST, MANY = "--dataset mnist", "--dataset mnist --num-clients 500 --participation 0.02 --rounds 600"
 SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6"}
 
@@ -79,11 +83,14 @@ STUDIES = {
     "fastest-fashion": study("Fastest? FashionMNIST 15 %", "--dataset fashionmnist", EIGHT, 5, 80, 85, to=85),
     "end": study("Best at the end? MNIST 15 %", MNIST, EIGHT, 3, 97, more=dict.fromkeys(SSG | DC, 5)),
     "gate": study("Does the gate matter? MNIST 15 %, Dir 0.3", MNIST, GATES | DC, 10, to=97),
+    "gate-end": study("Does the gate matter at the end? MNIST 15 %", MNIST, SSG | NO_GATE | DC, 3, 97),
     "gate-500": study("Does the gate matter? MNIST, 500 clients, 2 %, Dir 0.3", MANY, GATES | DC, 10, to=97),
     "parts": study("What do the parts give? MNIST 15 %, Dir 0.3", MNIST, PARTS | DC, 10, to=97),
     **{f"epochs-{E}": study(f"Larger E? MNIST 15 %, Dir 0.3, E {E}", f"{MNIST} --local-epochs {E}",
                             SSG | DC | SCAFFOLD | AVG, 5, to=97) for E in (1, 5, 10)},
     "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, EIGHT, 3, 95, 97),
+    "few-alpha": study("Few of many, with other alphas? MNIST, 500 clients, 2 %, Dir 0.3", MANY, FEW_ALPHAS,
+                       3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} --participation {p / 100} {flags}",
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
     "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | DC, 3, to=97,
