@@ -9,8 +9,9 @@
 
 scatter is the paper's Fig. 2, which does not say what it measures. Read here as, from round t-1 to t, the
 change of one client's loss on its own training samples, f_i(omega_t) - f_i(omega_t-1), against the change of
-the loss on all training samples. omega is the server's model. Round 1, which leaves the random model, is not
-shown.
+the loss on all training samples. omega is the server's model. The nearer its points are to the origin, the
+more consistent the paper calls a method. The first rounds move every loss most, and all methods alike; they
+would decide both numbers, so the figure starts at --first-round.
 """
 
 import argparse
@@ -278,20 +279,21 @@ def scatter(args):
             parts = (fed.X, fed.Y), (fed.X[own], fed.Y[own])
             losses.append([float(run.evaluate(fed.model, s["omega"], *part)[1]) for part in parts])
         label = f"{name} {settings.get('form', '')}".strip()
-        points[label] = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(losses, losses[1:])]
+        points[label] = [(t, *(after - before for before, after in zip(*pair)))
+                         for t, pair in enumerate(zip(losses, losses[1:]), 2)]
     if points:
-        rows = [(label, t, *xy) for label, its in points.items() for t, xy in enumerate(its, 2)]
-        reproduce.write_csv(kept, columns, rows)
+        reproduce.write_csv(kept, columns, [(label, *its) for label in points for its in points[label]])
     for row in reproduce.read_csv(kept, columns) if args.points else ():
-        points.setdefault(row["method"], []).append(tuple(float(row[name]) for name in columns[2:]))
+        points.setdefault(row["method"], []).append(tuple(float(row[name]) for name in columns[1:]))
+    points = {label: [x for x in its if x[0] >= args.first_round] for label, its in points.items()}
     import numpy as np
     figure, axes = canvas(8, 3.2, ncols=len(points) or stop("nothing to draw"), sharex=True, sharey=True)
     for ax, (label, its) in zip(axes, points.items()):
-        x, y = np.array(its).T
-        dots = ax.scatter(x, y, c=range(2, len(x) + 2), cmap="viridis_r", s=12)
+        t, x, y = np.array(its or stop(f"nothing to draw from round {args.first_round} on")).T
+        dots = ax.scatter(x, y, c=t, cmap="viridis_r", s=12)
         ax.set(xlabel="change of the global loss")
         ax.set_title(f"{label}\ncorrelation {np.corrcoef(x, y)[0, 1]:.2f}\nrms distance from 0: "
-                     f"{((x * x + y * y).mean()) ** 0.5:.3f}")
+                     f"{((x * x + y * y).mean()) ** 0.5:.4f}")
         ax.axhline(0, color="grey", linewidth=0.6)
         ax.axvline(0, color="grey", linewidth=0.6)
     axes[0].set_ylabel(f"change of client {args.client}'s loss")
@@ -318,6 +320,7 @@ def main(argv=None):
     parser.add_argument("--client", type=int, default=0, help="scatter: which client")
     parser.add_argument("--form", default="stable", help="scatter: which FedSSG")
     parser.add_argument("--rounds-shown", type=int, default=100, help="scatter: rounds to play (100)")
+    parser.add_argument("--first-round", type=int, default=10, help="scatter: first round to draw (10)")
     parser.add_argument("--points", type=Path, help="scatter: draw these points again, play nothing")
     args, args.what = parser.parse_known_args(argv)
     if args.out.suffix not in (".png", ".svg") or not args.out.parent.is_dir():
