@@ -48,10 +48,10 @@ Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_
 
 # The paper states three algorithms: README, "Where paper and program disagree". `stable` is the released one
 # with the ungated correction that Eq. (23) and FedDC have.
-RELEASED = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="state")
-FORMS = {"released": RELEASED, "stable": dict(RELEASED, correction="plain"),
-         "appendix": dict(RELEASED, beta=0.0, correction="last"),
-         "main": dict(RELEASED, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1)}
+STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
+FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
+         "appendix": dict(STABLE, beta=0.0, correction="last"),
+         "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1)}
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
            gate_ratio: Literal["running", "horizon", "off"] = "horizon",
            gate_shape: Literal["identity", "clip", "logistic"] = "identity", gate_scale: float = 1.0,
            beta: float = 1.0, alignment: Literal["inner", "prox", "none"] = "inner",
-           correction: Literal["state", "plain", "last", "none"] = "state") -> dict:
-    """One round of FedSSG, by default FORMS["released"]. Averages plainly over the cohort, as in Eq. (28).
+           correction: Literal["plain", "state", "last", "none"] = "plain") -> dict:
+    """One round of FedSSG, by default FORMS["stable"]. Averages plainly over the cohort, as in Eq. (28).
 
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i

@@ -211,7 +211,7 @@ def summarise(log, target):
 def folder_of(settings, args):
     """The run's folder; its name ends in a hash of the settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    form = "" if settings.get("form", "released") == "released" else f"-{settings['form']}"
+    form = "" if settings.get("form", "stable") == "stable" else f"-{settings['form']}"
     name = f"{Path(args.dataset).stem}-{settings['algo']}{form}-seed{settings['seed']}-{digest}"
     return Path(args.out) / name
 
@@ -417,7 +417,7 @@ def flag_parser():
     add, yes = parser.add_argument, dict(action="store_true", default=False)
     add("--algo", nargs="+", choices=[*ALGORITHMS, "all"], default=["fedssg"], metavar="METHOD",
         help=f"one or more of {', '.join(ALGORITHMS)}, all")
-    add("--form", choices=FORMS, default="released", help="which FedSSG, see the README")
+    add("--form", choices=FORMS, default="stable", help="which FedSSG, see the README")
     add("--dataset", default="mnist", help=f"{', '.join(data.DATASETS)}, or a file of your own (.npz)")
     add("--like", choices=PRESETS, help="take the settings of this data set (default: its own, or mnist's)")
     add("--letters", type=number(int, 1, 26), default=10, help="emnist: the first so many letters")
@@ -487,7 +487,7 @@ def parse(argv):
     for name in args.given:
         if not owners[name].keys() & set(args.algo):
             stop(2, f"{flag('--' + name)}: none of {algos} has it; it belongs to {', '.join(owners[name])}")
-    if args.form != "released" and "fedssg" not in args.algo:
+    if args.form != "stable" and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
     if args.unbalanced_sigma and args.partition not in ("iid", "dirichlet"):
         stop(2, f"--unbalanced-sigma: not with --partition {args.partition}; use iid or dirichlet")

@@ -259,9 +259,9 @@ BY_HAND = {     # method, hyper-parameters, penalty, state after the round
            ("auto", dict(gamma=2.0), A1, A2, 2), ("auto at its bound", dict(gamma=0.1), 2, 2, 2),
            ("gamma 0", dict(gamma=0.0), 1, 1, 2),
            ("given", dict(gamma=0.5, dual_step=3, server_step=4), 3, 3, 4)]},
-    "released": (fedssg, dict(alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(
+    "released": (fedssg, dict(FORMS["released"], alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(
         SSG, c_i=[0, 1 - 0.5 - 1.4 / (2 * 0.2), -2 - 0.5 + 3.2 / (4 * 0.2), 3], c=[0.375])),
-    "stable": (fedssg, dict(FORMS["stable"], alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(SSG, **SCA)),
+    "stable": (fedssg, dict(alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(SSG, **SCA)),
     "main": (fedssg, dict(FORMS["main"], alpha=0.3), lambda v: v.gate * DRIFT(v), dict(     # phi = 4/3, 2
         count_i=[0, 2, 3, 0], h_i=[0, 0.4 + 4 / 3, -0.6 - 4, 0.6], h=[0.1 + (4 / 3 - 4) / 4],
         omega=[2 - 0.5 + 0.1 - 2 / 3], log=dict(gate=[4 / 3, 2], h_norm=[0.4 + 4 / 3, 4.6]))),
@@ -294,10 +294,10 @@ def test_method_affine_term_is_the_gradient_of_the_penalty_and_one_round_by_hand
         assert close(gradient, given[0][j] * 1.7 + given[1][j, 0], 1e-5)
 
 
-def test_method_fedssg_is_released_by_default_and_refuses_unknown_parts():
+def test_method_fedssg_is_stable_by_default_and_refuses_unknown_parts():
     assert len(ALGORITHMS) == 8 and all(method.__name__ == name for name, method in ALGORITHMS.items())
     defaults = {name: p.default for name, p in inspect.signature(fedssg).parameters.items()}
-    assert FORMS["released"].items() <= defaults.items() and FORMS["main"]["alpha"] == 1.0
+    assert FORMS["stable"].items() <= defaults.items() and FORMS["main"]["alpha"] == 1.0
     for part in ("alignment", "correction", "gate_ratio", "gate_shape"):
         with pytest.raises(ValueError, match=f"{part.replace('_', ' ')} 'round': use"):
             list(play(fedssg, quadratic(), [[0]], **{part: "round"}))
@@ -365,7 +365,7 @@ def where_it_stops(mu):
     (fedavg, {}, where_it_stops(0)), (fedprox, dict(mu=0.5), where_it_stops(0.5)),
     *[(method, hyper, OPTIMUM) for method, hyper in [
         (scaffold, {}), (feddyn, dict(alpha=0.5)), (feddc, dict(alpha=0.2)), (fedvra, {}),
-        (feddisco, dict(alpha=0.5)), (fedssg, {}), (fedssg, dict(alpha=0.0)), (fedssg, FORMS["stable"]),
+        (feddisco, dict(alpha=0.5)), (fedssg, {}), (fedssg, dict(alpha=0.0)), (fedssg, FORMS["released"]),
         (fedssg, {**FORMS["main"], "gate_shape": "clip"}),
         (fedssg, {**FORMS["appendix"], "correction": "none", "alpha": 0.2})]]])
 def test_method_reaches_the_optimum_or_stops_at_its_bias(method, hyper, end):
@@ -1270,7 +1270,7 @@ def test_cli_a_round_asks_the_device_once(algo, flags, tiny, tmp_path, monkeypat
 
 # ---- on from where it stood ----
 
-@pytest.mark.parametrize("algo, form", [("all", "released"), *(("fedssg", form) for form in [*FORMS][1:])])
+@pytest.mark.parametrize("algo, form", [("all", "stable"), *(("fedssg", form) for form in [*FORMS][1:])])
 def test_cli_resumed_is_straight(algo, form, tiny, tmp_path):
     """Every method and form, bit for bit; the same with rows in host memory, also taken back from there."""
     methods = 8 if algo == "all" else 1
@@ -1335,10 +1335,10 @@ def test_cli_checkpoints_come_by_the_clock(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_cli_interrupted_is_straight(signum, tiny, tmp_path, monkeypatch, capsys):
     """It ends at the end of the round with a checkpoint, and prints the table of what is done."""
-    flags, stopped = "--rounds 9 --form stable", tmp_path / "stopped"
+    flags, stopped = "--rounds 9 --form released", tmp_path / "stopped"
     assert start(tiny, tmp_path / "straight", flags, "feddc fedssg") == 0
     assert start(tiny, stopped, flags + " --stop-after 8", "feddc fedssg") == 0
-    shutil.rmtree(folders(stopped)["fedssg-stable"])
+    shutil.rmtree(folders(stopped)["fedssg-released"])
     signal.signal(signum, lambda *_: None)      # what run.main is to replace
     capsys.readouterr()
     with monkeypatch.context() as patch:
@@ -1346,7 +1346,7 @@ def test_cli_interrupted_is_straight(signum, tiny, tmp_path, monkeypatch, capsys
         assert start(tiny, stopped, flags + " --resume", "feddc fedssg") == 128 + signum
     out, err = capsys.readouterr()
     assert err.startswith("run.py: interrupted after round 4;") and out.splitlines()[-1].startswith("feddc ")
-    folder = folders(stopped)["fedssg-stable"]
+    folder = folders(stopped)["fedssg-released"]
     assert len(read(folder / "checkpoint.pt")["log"]) == len(log_of(folder)) - 1 == 4
     assert start(tiny, stopped, flags + " --resume", "feddc fedssg") == 0
     assert same(tmp_path / "straight", stopped, 2)
@@ -1503,8 +1503,8 @@ def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
 @pytest.mark.parametrize("algo, flags, says", [
     ("fedssg", "", None), ("fedssg", "--alpha 22", "K alpha"), ("fedavg", "--rounds 12", None),
     ("fedssg", "--form main --alpha 30", "--gate-shape clip"), ("feddyn", "--alpha 11", "eta_t max rho_i"),
-    ("fedssg", "--lr-decay 1 --participation .4", "--form stable"),
-    ("fedssg", "--lr-decay 1 --participation .4 --form stable", None),
+    ("fedssg", "--lr-decay 1 --participation .4 --form released", "--form stable"),
+    ("fedssg", "--lr-decay 1 --participation .4", None),
     ("scaffold", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1", "ln(classes) 1.1")], ids=lambda _: "")
 def test_cli_warnings_come_once(algo, flags, says, tiny, tmp_path, capsys):
     """C23 and C36, and the other quantities that overshoot."""
@@ -1526,9 +1526,9 @@ def test_cli_warnings_of_the_data_are_one_line(tiny, tmp_path):
 @pytest.mark.parametrize("limit", [10, 1200, 3000])
 def test_cli_full_disk(limit, tiny, tmp_path, capsys):
     """C31: no file may grow past `limit` bytes. One line names it; the last good checkpoint stays whole."""
-    flags, (soft, hard) = "--form stable --resume", resource.getrlimit(resource.RLIMIT_FSIZE)
+    flags, (soft, hard) = "--resume", resource.getrlimit(resource.RLIMIT_FSIZE)
     assert start(tiny, tmp_path, f"{flags} --stop-after 1") == 0
-    file = folders(tmp_path)["fedssg-stable"] / "checkpoint.pt"
+    file = folders(tmp_path)["fedssg"] / "checkpoint.pt"
     before = file.read_bytes()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))

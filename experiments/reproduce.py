@@ -55,7 +55,7 @@ WITHOUT = {"": "", ", no alignment": " --alignment none", ", no correction": " -
 PARTS = {name + part: flags + how for name, flags in SSG.items() for part, how in WITHOUT.items()}
 SWEEP = {**dict.fromkeys(SSG, (0.01, 0.03, 0.05, 0.1, 0.3, 1)), "feddc": (0.003, 0.01, 0.03, 0.1, 0.3),
          "feddyn": (0.003, 0.01, 0.03, 0.1)}
-FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.7), "feddc": (0.02, 0.1, 0.2, 0.7)}
+FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.4, 0.7), "feddc": (0.02, 0.1, 0.2, 0.7)}
 ALPHAS, FEW_ALPHAS = (
     {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
     for sweep in (SWEEP, FEW_SWEEP))
