@@ -342,7 +342,7 @@ def warn(settings, log, largest, fed, warned):
         (lr * decay * largest.get("rho", 0), 1, "eta_t max rho_i", strength),
         (lr * decay * settings["weight_decay"], 2, "eta_t lambda", "lower --lr or --weight-decay"),
         (largest.get("gain", 0), 2, "phi eta K alpha", "lower --alpha or --lr"),
-        (growth, 2, "phi eta_t / eta_0", "use --form stable"),
+        (growth, 2, "phi eta_t / eta_0", "use --correction plain, as --form stable does"),
         (loss, 2 * guess, f"the train loss of ten rounds, with ln(classes) {guess:.3g},", "lower --lr")]
     value, limit, what, advice = max(found, key=lambda x: x[0] / x[1] if math.isfinite(x[0]) else 0)
     fault = f"{what} is {value:.3g}, above {limit:.3g}; {advice}" if value > limit else "lower --lr"
@@ -417,7 +417,7 @@ def flag_parser():
     add, yes = parser.add_argument, dict(action="store_true", default=False)
     add("--algo", nargs="+", choices=[*ALGORITHMS, "all"], default=["fedssg"], metavar="METHOD",
         help=f"one or more of {', '.join(ALGORITHMS)}, all")
-    add("--form", choices=FORMS, default="stable", help="which FedSSG, see the README")
+    add("--form", choices=FORMS, help="which FedSSG, see the README (default: stable)")
     add("--dataset", default="mnist", help=f"{', '.join(data.DATASETS)}, or a file of your own (.npz)")
     add("--like", choices=PRESETS, help="take the settings of this data set (default: its own, or mnist's)")
     add("--letters", type=number(int, 1, 26), default=10, help="emnist: the first so many letters")
@@ -487,8 +487,9 @@ def parse(argv):
     for name in args.given:
         if not owners[name].keys() & set(args.algo):
             stop(2, f"{flag('--' + name)}: none of {algos} has it; it belongs to {', '.join(owners[name])}")
-    if args.form != "stable" and "fedssg" not in args.algo:
+    if "form" in args and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
+    vars(args).setdefault("form", "stable")
     if args.unbalanced_sigma and args.partition not in ("iid", "dirichlet"):
         stop(2, f"--unbalanced-sigma: not with --partition {args.partition}; use iid or dirichlet")
     fill_in(args)

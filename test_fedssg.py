@@ -1005,7 +1005,7 @@ def one_line(capsys, says):
 
 # ---- refusals, settings, help ----
 
-REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --form main; --form minor; extra
+REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --form stable; --form minor; extra
 --unknown 1; --partit iid; --partition even; --partition shards --unbalanced-sigma 1; --sampling poisson
 --participation 0; --participation 1.5; --participation nan; --num-clients 2.5; --dir-alpha inf; --lr x; --lr
 --lr 0; --unbalanced-sigma -1; --lr-decay 1.01; --clip 0; --weight-decay -1; --seed -1; --seeds 0 -1
@@ -1693,9 +1693,12 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys):
     ax = figures.alpha(SimpleNamespace(target=None, results=figures.HERE / "results")).axes[0]
     marks = {line.get_marker(): line.get_ydata()[0] for line in ax.lines}
     assert marks["^"] >= 120 > marks["o"]               # who is not there when the study ends is not left out
+    (tmp_path / "mine.csv").write_text("mine\n1\n")      # scatter would keep its points there
     for what, out, says in [
             (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
             ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),
+            ("targets fastest --target 96", "x.png", "target 96"), ("alpha few", "x.png", "few: nothing to do"),
+            (f"scatter --points {tmp_path}", "x.png", "no such file"), ("scatter", "mine.png", "mine.csv"),
             (f"curves end --results {tmp_path}", "x.png", "nothing to draw")]:
         with pytest.raises(SystemExit, match="2"):
             figures.main([*what.split(), "--out", str(tmp_path / out)])

@@ -15,6 +15,7 @@ would decide both numbers, so the figure starts at --first-round.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from statistics import mean
@@ -98,7 +99,8 @@ def read_curves(paths):
         row, curve, *_ = reproduce.row_of(folder)
         if curve:
             label = f"{row['method']} {row['variant']}".strip()
-            found.setdefault((row["setting"], label), {})[row["seed"]] = curve
+            its = found.setdefault((row["setting"], label), {})
+            its[row["seed"]] = max(curve, its.get(row["seed"], {}), key=len)
     apart = told_apart({setting for setting, _ in found})
     lines = {f"{label} {apart[setting]}".strip(): curves for (setting, label), curves in found.items()}
     return lines, " / ".join(sorted(apart)) if len(apart) == 1 else ""
@@ -141,7 +143,7 @@ def rows_of(args):
         s = reproduce.STUDIES[names[0]]
         return reproduce.entries_of(names[0], args.results), s["title"], args.target or s["targets"][-1]
     goals = [args.target] if args.target else []
-    groups = reproduce.entries_of_folders(reproduce.run_folders(args.what), goals)
+    groups = reproduce.entries_of_folders(reproduce.run_folders(args.what), goals) or stop("nothing to draw")
     apart, goal = told_apart({setting for setting, _ in groups}), next(iter(groups))[1]
     entries = [(f"{label} {apart[setting]}".strip(), *rest) for (setting, _), its in groups.items()
                for label, *rest in its.values()]
@@ -154,21 +156,22 @@ def targets(args):
     met = {label: [reproduce.reached(row, target) for row in rows.values()] for label, _, rows, _ in entries}
     far = {label: [int(row["played"]) for row in rows.values() if not reproduce.reached(row, target)]
            for label, _, rows, _ in entries}
-    entries = [entry for entry in entries if any(met[entry[0]])]
-    entries.sort(key=lambda entry: mean(t for t in met[entry[0]] if t))
-    if not entries:
+    entries = [entry for entry in entries if met[entry[0]]]
+    entries.sort(key=lambda entry: mean([t for t in met[entry[0]] if t] or [math.inf]))
+    if not any(t for its in met.values() for t in its):
         stop(f"nothing to draw: no run reached {target:g} %")
     figure, (ax,) = canvas(8, 1.2 + 0.32 * len(entries))
     for y, (label, key, rows, _) in enumerate(reversed(entries)):
         at, colour = [t for t in met[label] if t], styles([label])[label][0]
         ax.plot(at, [y] * len(at), "o", color=colour, alpha=0.55, markersize=5)
         ax.plot(far[label], [y] * len(far[label]), ">", color=colour, markersize=6)
-        ax.vlines(mean(at), y - 0.32, y + 0.32, color=colour, linewidth=2)
+        middle = [mean(at)] if at else []
+        ax.vlines(middle, y - 0.32, y + 0.32, color=colour, linewidth=2)
         goal, count = reproduce.paper("rounds").get(key, ("", ""))
         theirs = [int(count)] if goal == f"{target:g}" and count.isdigit() else []
         ax.plot(theirs, [y] * len(theirs), "D", color="black", fillstyle="none", markersize=7)
         end = max(at + far[label] + theirs), y
-        ax.annotate(f"{mean(at):.1f}", end, (8, 0), textcoords="offset points", va="center")
+        ax.annotate("".join(f"{x:.1f}" for x in middle), end, (8, 0), textcoords="offset points", va="center")
     names = [f"{label}, {len(rows)} seed{'s'[:len(rows) - 1]}" for label, _, rows, _ in reversed(entries)]
     ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4), xscale="log",
            xlabel=f"rounds to {target:g} % test accuracy (logarithmic)")
@@ -190,17 +193,19 @@ def alpha(args):
             t = reproduce.reached(row, target)
             its = (found if t else far).setdefault(name, {})
             its.setdefault(float(a), []).append(t or int(row["played"]))
-    look = styles(found) if found else stop("nothing to draw: reproduce.py alpha has not been played")
+    if not found:
+        stop(f"nothing to draw: no run of the study alpha reached {target:g} %")
+    look = styles({**found, **far})
     figure, (ax,) = canvas(8, 3.6)
-    for label, its in found.items():
-        colour, dash = look[label]
+    for label, (colour, dash) in look.items():
+        its = found.get(label, {})
         ax.plot(sorted(its), [mean(its[a]) for a in sorted(its)], dash, color=colour, label=label)
         for those, mark in (its, "o"), (far.get(label, {}), "^"):
             for a, at in those.items():
                 ax.plot([a] * len(at), at, mark, color=colour, alpha=0.5, markersize=4)
     ticks = sorted({a for its in [*found.values(), *far.values()] for a in its})
     ax.set(xscale="log", yscale="log", xlabel="alpha", ylabel=f"rounds to {target:g} % test accuracy",
-           title=f"{study['title']}; triangle: not by then")
+           title=f"{study['title'].rsplit(',', 1)[0]}, to {target:g} %; triangle: not by then")
     plain_ticks(ax.yaxis)
     ax.set_xticks(ticks, [f"{a:g}" for a in ticks])
     ax.set_xticks([], minor=True)
@@ -269,10 +274,15 @@ def scatter(args):
     """See the head of this file. The points are kept beside the picture; --points draws them again."""
     import run
     points, kept = {}, args.points or args.out.with_suffix(".csv")
-    columns = ("method", "round", "change_of_global_loss", "change_of_client_loss")
+    columns = ("client", "method", "round", "change_of_global_loss", "change_of_client_loss")
+    rows = reproduce.read_csv(kept, columns)            # stops at a file that is not of such points
+    if not args.points and args.first_round >= args.rounds_shown:
+        stop(f"--first-round {args.first_round}: less than --rounds-shown {args.rounds_shown}")
     for name in () if args.points else ("fedavg", "feddc", "fedssg"):
         given, settings, fed = federation(args.what + ["--form", args.form] * (name == "fedssg"), name)
-        s, own, losses = {"omega": fed.omega.clone()}, fed.shares[args.client % given.num_clients], []
+        if not 0 <= args.client < given.num_clients:
+            stop(f"--client {args.client}: from 0 to {given.num_clients - 1}")
+        s, own, losses = {"omega": fed.omega.clone()}, fed.shares[args.client], []
         settings["eval_every"] = settings["rounds"]         # accuracies are not asked for
         for t in range(1, min(args.rounds_shown, given.rounds) + 1):
             run.play_round(settings, fed, s, t, given)
@@ -282,14 +292,18 @@ def scatter(args):
         points[label] = [(t, *(after - before for before, after in zip(*pair)))
                          for t, pair in enumerate(zip(losses, losses[1:]), 2)]
     if points:
-        reproduce.write_csv(kept, columns, [(label, *its) for label in points for its in points[label]])
-    for row in reproduce.read_csv(kept, columns) if args.points else ():
-        points.setdefault(row["method"], []).append(tuple(float(row[name]) for name in columns[1:]))
+        rows = [(args.client, label, *its) for label in points for its in points[label]]
+        reproduce.write_csv(kept, columns, rows)
+    for row in rows if args.points else ():
+        args.client = row["client"]
+        points.setdefault(row["method"], []).append(tuple(float(row[name]) for name in columns[2:]))
     points = {label: [x for x in its if x[0] >= args.first_round] for label, its in points.items()}
+    if min(map(len, points.values()), default=0) < 2:
+        stop(f"nothing to draw from round {args.first_round} on")
     import numpy as np
-    figure, axes = canvas(8, 3.2, ncols=len(points) or stop("nothing to draw"), sharex=True, sharey=True)
+    figure, axes = canvas(8, 3.2, ncols=len(points), sharex=True, sharey=True)
     for ax, (label, its) in zip(axes, points.items()):
-        t, x, y = np.array(its or stop(f"nothing to draw from round {args.first_round} on")).T
+        t, x, y = np.array(its).T
         dots = ax.scatter(x, y, c=t, cmap="viridis_r", s=12)
         ax.set(xlabel="change of the global loss")
         ax.set_title(f"{label}\ncorrelation {np.corrcoef(x, y)[0, 1]:.2f}\nrms distance from 0: "
@@ -332,8 +346,16 @@ def main(argv=None):
             stop(f"{(missing or args.what)[0]}: no such file, folder or study")
         if len(args.what) > 1 and any(str(x) in reproduce.STUDIES for x in args.what):
             stop("name one study, or run folders")
-    figure = draw[args.figure](args)
-    figure.savefig(args.out, dpi=110)
+    elif args.what and (args.figure == "alpha" or args.points):
+        stop(f"{args.what[0]}: nothing to do with it here")
+    elif args.points and not args.points.is_file():
+        stop(f"--points {args.points}: no such file")
+    try:
+        draw[args.figure](args).savefig(args.out, dpi=110)
+    except (OSError, ValueError) as error:
+        stop(str(error))
+    except KeyboardInterrupt:
+        stop("interrupted")
 
 
 if __name__ == "__main__":

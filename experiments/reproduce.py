@@ -197,16 +197,22 @@ def read_csv(path, columns):
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ())[:len(columns)] != tuple(columns):
             stop(f"{path}: its columns are not {','.join(columns)}; move it away")
-        return list(reader)
+        rows = list(reader)
+    if any(None in row.values() for row in rows):
+        stop(f"{path}: a row is too short; mend it, or move the file away")
+    return rows
 
 
 def write_csv(path, columns, rows):
     """Whole or not at all, under a temporary name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def row_of(folder, targets=(), **known):
@@ -272,8 +278,10 @@ def keep(results, row, curve):
 
 def reached(row, target):
     """The round, or None."""
-    text = dict(pair.split(":") for pair in row["to_targets"].split()).get(f"{target:g}", ">")
-    return None if ">" in text else int(text)
+    noted = dict(pair.split(":") for pair in row["to_targets"].split())
+    if f"{target:g}" not in noted:
+        stop(f"target {target:g}: runs.csv has the rounds to {', '.join(noted)} % of these runs")
+    return None if ">" in noted[f"{target:g}"] else int(noted[f"{target:g}"])
 
 
 def serves(row, s):
@@ -321,10 +329,12 @@ def dry_run(names, ids, args):
 def version():
     """The last commit that changed the program, with + if it was changed since."""
     code = ["--", *(f"{name}.py" for name in ("run", "fedssg", "baselines", "data", "models"))]
-    commit, changes = (
-        subprocess.run(["git", *words, *code], cwd=HERE.parent, capture_output=True, text=True).stdout
-        for words in (("log", "-1", "--format=%h"), ("status", "--porcelain")))
-    return commit.strip() + "+" * bool(changes)
+    with contextlib.suppress(FileNotFoundError):        # no git
+        commit, changes = (
+            subprocess.run(["git", *words, *code], cwd=HERE.parent, capture_output=True, text=True).stdout
+            for words in (("log", "-1", "--format=%h"), ("status", "--porcelain")))
+        return commit.strip() + "+" * bool(changes)
+    return "unknown"
 
 
 def start(task, args):
@@ -487,10 +497,11 @@ def tables(names, folders, args):
 
 def run_folders(paths):
     """The run folders among the paths, and in folders of them."""
-    for path in map(Path, paths):
+    paths = [Path(path) for path in paths]
+    for path in paths:
         one = (path / "config.json").exists()
         inside = [path] if one else sorted(x.parent for x in path.glob("*/config.json"))
-        if not inside and not path.is_file():       # runs/* names table.csv, too
+        if not inside and not (path.is_file() and len(paths) > 1):      # runs/* may name a file, too
             stop(f"{path}: neither a study nor a run folder")
         yield from inside
 
@@ -537,6 +548,8 @@ def main(argv=None):
         return 0
     if min(args.workers, args.threads, args.seeds) < 1:
         stop("--workers, --threads and --seeds: 1 or more")
+    if args.table and args.harvest:
+        stop("--harvest: not with --table; take the folders in first")
     match = {name: ALL if name == "all" else fnmatch.filter(STUDIES, name) for name in args.names}
     names = list(dict.fromkeys(name for these in match.values() for name in these))
     folders = list(run_folders(name for name, these in match.items() if not these)) if args.table else []
@@ -544,6 +557,8 @@ def main(argv=None):
         stop(f"{name}: no such study; --list names them")
     if not args.harvest and not names and not folders:
         stop("name a study, or all; --list names them")
+    if args.table and names and not (args.results / "runs.csv").is_file():
+        stop(f"--results {args.results}: has no runs.csv")
     if args.table:
         return tables(names, folders, args)
     ids = wanted(args.results)
@@ -552,4 +567,10 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:         # the reader of the output has gone: end quietly, as other tools do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        stop(f"{error.filename}: {error.strerror}")
