@@ -46,8 +46,8 @@ from torch.func import functional_call, grad_and_value, vmap
 State = dict[str, Tensor]                       # everything a method remembers between rounds
 Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_i (m, d)
 
-# The paper states three algorithms: README, "Where paper and program disagree". `stable` is the released one
-# with the ungated correction that Eq. (23) and FedDC have.
+# Paper and program state three: README, "Where paper and program disagree". `stable` is the program's,
+# `released`, with the ungated correction that Eq. (23) and FedDC have.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),

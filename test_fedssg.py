@@ -389,8 +389,8 @@ def test_method_disco_weights_by_hand(a, b, labels, expected):
 
 
 def eq34(L, alpha, B=1.0, psi=0.0, K=math.inf, xi=0.0, swapped=False):
-    """Appendix B, Eq. (34): f(w) falls by at least this times ||grad f(w)||^2; alpha_bar = alpha, K = |S|.
-    swapped: p / 2 of the theorem as it is printed, with (1 + B) psi where (34) has B (1 + psi)."""
+    """Appendix B, Eq. (50): f(w) falls by at least this times ||grad f(w)||^2; alpha_bar = alpha, K = |S|.
+    swapped: p / 2 of the theorem as it is printed, with (1 + B) psi where (50) has B (1 + psi)."""
     third = (1 + B) * psi if swapped else B * (1 + psi)
     sampling = 0.0 if K == math.inf else (2 * math.sqrt(2 * K) + 2) / K
     fall = (1 - psi * B - B * (1 + psi) * math.sqrt(2 / K)) / alpha - L * third / alpha ** 2
@@ -1005,11 +1005,11 @@ def one_line(capsys, says):
 
 # ---- refusals, settings, help ----
 
-REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --form stable; --form minor; extra
+REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --form stable; --form minor
 --unknown 1; --partit iid; --partition even; --partition shards --unbalanced-sigma 1; --sampling poisson
 --participation 0; --participation 1.5; --participation nan; --num-clients 2.5; --dir-alpha inf; --lr x; --lr
 --lr 0; --unbalanced-sigma -1; --lr-decay 1.01; --clip 0; --weight-decay -1; --seed -1; --seeds 0 -1
---letters 27; --model resnet; --hidden 5 x; --model linear --hidden 5; --like svhn; --augment all
+--letters 27; --model resnet; --hidden 5 x; --model linear --hidden 5; --like svhn; --augment all; extra
 --target-acc 101; --eval-every 0; --stop-after 0; --checkpoint-every -1; --mode scan; --chunk -1
 --device cuda:0; --device cuda; --state-device cuda; --gate-ratio walking; --alpha -1; --local-epochs 0
 --algo fedvra --dual-step soon; --precision tf32; --precision half
@@ -1697,7 +1697,7 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys):
     for what, out, says in [
             (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
             ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),
-            ("targets fastest --target 96", "x.png", "target 96"), ("alpha few", "x.png", "few: nothing to do"),
+            ("targets fastest --target 96", "x.png", "target 96"), ("alpha few", "x.png", "nothing to do"),
             (f"scatter --points {tmp_path}", "x.png", "no such file"), ("scatter", "mine.png", "mine.csv"),
             (f"curves end --results {tmp_path}", "x.png", "nothing to draw")]:
         with pytest.raises(SystemExit, match="2"):

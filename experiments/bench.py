@@ -36,7 +36,7 @@ import models                                           # noqa: E402
 from fedssg import Round, fedssg, flatten, local_sgd    # noqa: E402
 from run import evaluate                                # noqa: E402
 
-LR, DECAY, CLIP, E, B = 0.1, 1e-3, 10.0, 5, 50          # the paper's
+LR, DECAY, CLIP, E, B = 0.1, 1e-3, 10.0, 5, 50          # the paper's; the clip is its program's
 
 
 def seconds(f):

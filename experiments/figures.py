@@ -7,11 +7,11 @@
     figures.py split --dataset mnist --out split.png    likewise
     figures.py scatter --out scatter.png                likewise; plays three runs of 100 rounds
 
-scatter is the paper's Fig. 2, which does not say what it measures. Read here as, from round t-1 to t, the
-change of one client's loss on its own training samples, f_i(omega_t) - f_i(omega_t-1), against the change of
-the loss on all training samples. omega is the server's model. The nearer its points are to the origin, the
-more consistent the paper calls a method. The first rounds move every loss most, and all methods alike; they
-would decide both numbers, so the figure starts at --first-round.
+scatter is the paper's Fig. 2, of "local/global loss deltas"; it says no more. Read here as, from round t-1
+to t, the change of one client's loss on its own training samples, f_i(omega_t) - f_i(omega_t-1), against the
+change of the loss on all training samples. omega is the server's model. The nearer its points are to the
+origin, the more consistent the paper calls a method. The first rounds move every loss most, and all methods
+alike; they would decide both numbers, so the figure starts at --first-round.
 """
 
 import argparse
