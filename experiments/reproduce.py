@@ -45,7 +45,7 @@ TUNED = " --alpha 0.05 --gate-shape clip"       # the paper's alpha for this set
 NO_GATE = {"fedssg stable, phi = 1": STABLE + OFF}
 FIVE = SSG | NO_GATE | DC | SCAFFOLD
 READINGS = {"fedssg main": MAIN, "fedssg main, alpha 0.05, clip": MAIN + TUNED, "fedssg appendix": APPENDIX,
-            "fedssg appendix, clip": APPENDIX + TUNED}
+            "fedssg appendix, clip": APPENDIX + TUNED, "feddyn, alpha 0.05": "--algo feddyn --alpha 0.05"}
 PHI = {"": "", ", phi = 1": OFF, ", phi = 2": " --gate-ratio off --beta 1",
        ", running clip": " --gate-ratio running --gate-shape clip --beta 0"}
 GATES = {name + phi: flags + how for name, flags in SSG.items() for phi, how in PHI.items()} | {
