@@ -608,6 +608,21 @@ def test_models_are_the_papers_and_draw_from_their_own_seed(name, shape, classes
     assert model(torch.zeros(2, *shape)).shape == (2, classes)
 
 
+def test_models_cnn_is_the_papers_with_relu_before_the_pooling():
+    """Pooling first, as the code does, changes no value and no gradient."""
+    model, X = models.build("cnn", (3, 20, 20), 4, [], 0), torch.randn(6, 3, 20, 20)
+    conv, pool, relu, linear = (getattr(nn.functional, x) for x in ("conv2d", "max_pool2d", "relu", "linear"))
+    W1, b1, W2, b2, *dense = parameters = list(model.parameters())
+    x = pool(relu(conv(X, W1, b1)), 2)
+    x = pool(relu(conv(x, W2, b2)), 2).flatten(1)
+    for W, b in zip(dense[:4:2], dense[1:4:2]):
+        x = relu(linear(x, W, b))
+    logits, ours = linear(x, *dense[4:]), model(X)
+    torch.testing.assert_close(ours, logits)
+    grads = [torch.autograd.grad(out.square().sum(), parameters) for out in (ours, logits)]
+    torch.testing.assert_close(*grads)
+
+
 def test_models_refuse_a_misfit():
     for name, shape in (("cnn", (784,)), ("cnn", (3, 32, 28)), ("cnn", (1, 15, 15)), ("resnet", (3, 32, 32))):
         with pytest.raises(ValueError, match=f"--model {name}"):

@@ -59,6 +59,7 @@ FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.4, 0.7), "feddc": (0.02, 0.1, 
 ALPHAS, FEW_ALPHAS = (
     {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
     for sweep in (SWEEP, FEW_SWEEP))
+CIFAR = {"fedssg stable": STABLE} | DC | SCAFFOLD | DYN | AVG | SSG        # the default form first
 MNIST, MANY = "--dataset mnist", "--dataset mnist --num-clients 500 --participation 0.02 --rounds 600"
 SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6"}
 
@@ -95,9 +96,10 @@ STUDIES = {
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
     "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | DC, 3, to=97,
                    limit=120),
-    "cifar10": study("CIFAR-10 10 %, Dir 0.3: images that went through JPEG once, bf16 (the paper: neither)",
-                     "--dataset cifar10_jpeg.npz --like cifar10 --precision bf16",
-                     SSG | DC | SCAFFOLD | DYN | AVG, 1, 70, 75, 80, to=80, limit=280, like="cifar10"),
+    **{"cifar10" + name: study("CIFAR-10 10 %, Dir 0.3, on images that went through JPEG once",
+                               "--dataset cifar10_jpeg.npz --like cifar10" + flags, CIFAR, 1, 70, 75, 80, to=80,
+                               limit=280, like="cifar10")
+       for name, flags in {"": "", "-bf16": " --precision bf16"}.items()},
     "smoke": study("Ten seconds: does it run?", "--dataset synthetic --num-clients 8 --hidden 8 --rounds 3",
                    SSG | DC, 2, 20)}
 ALL = [name for name in STUDIES if name != "smoke"]
