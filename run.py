@@ -158,8 +158,9 @@ def plan_round(settings, fed, t, dtype):
 
 
 @torch.no_grad()
-def evaluate(model, theta, X, Y, batch=250, precision="float32"):
+def evaluate(model, theta, X, Y, batch=None, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
+    batch = batch or (2000 if X.is_cuda else 250)       # on a CPU: what its cache holds
     modes = [module.training for module in model.modules()]
     out = torch.cat([forward(model.eval(), theta, x, precision) for x in X.split(batch)])   # (n, classes)
     for module, mode in zip(model.modules(), modes):
