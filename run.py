@@ -160,7 +160,7 @@ def plan_round(settings, fed, t, dtype):
 @torch.no_grad()
 def evaluate(model, theta, X, Y, batch=None, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
-    batch = batch or (2000 if X.is_cuda else 250)       # on a CPU: what its cache holds
+    batch = batch or (2000 if X.is_cuda else 250)       # on a CPU the CNN is faster so
     modes = [module.training for module in model.modules()]
     out = torch.cat([forward(model.eval(), theta, x, precision) for x in X.split(batch)])   # (n, classes)
     for module, mode in zip(model.modules(), modes):
@@ -628,8 +628,9 @@ def main(argv=None):
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")        # a terminal without ± shows ?
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        for option, size in ((-3, 32), (-1, 128)):      # glibc returns blocks above 32 MB: memory stays flat.
-            ctypes.CDLL(None).mallopt(option, size * 2 ** 20)       # It keeps the others: fewer page faults
+        # glibc returns blocks above 32 MB, so memory stays flat; it keeps up to 128 MB of others for reuse
+        for option, size in ((-3, 32), (-1, 128)):      # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, size * 2 ** 20)
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     args = parse(sys.argv[1:] if argv is None else argv)
     try:

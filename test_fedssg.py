@@ -610,7 +610,7 @@ def test_models_are_the_papers_and_draw_from_their_own_seed(name, shape, classes
 
 def test_models_cnn_is_the_papers_with_relu_before_the_pooling():
     """Pooling first, as the code does, changes no value and no gradient."""
-    model, X = models.build("cnn", (3, 20, 20), 4, [], 0), torch.randn(6, 3, 20, 20)
+    model, X = models.build("cnn", (3, 20, 20), 4, [], 0).double(), torch.randn(6, 3, 20, 20).double()
     conv, pool, relu, linear = (getattr(nn.functional, x) for x in ("conv2d", "max_pool2d", "relu", "linear"))
     W1, b1, W2, b2, *dense = parameters = list(model.parameters())
     x = pool(relu(conv(X, W1, b1)), 2)
