@@ -1677,6 +1677,19 @@ def test_experiments_table_groups_by_all_that_differs(tmp_path, capsys):
     assert own[5:7] == ["3.0 ± 0.0; 1 of 3 not in 2", "31"]
     assert len(rows) == 3 and all(row[6] == "-" and row[11] == "- |" for row in rows if row is not own)
     assert own[8] == "-"                                # no accuracy of a run that did not end
+    for seed, accs in enumerate([(97,), (90, 91, 92, 97)]):     # feddc: round 3; fewer by 2, more by 1
+        run_folder(tmp_path, "--algo feddyn", seed, accs)
+        run_folder(tmp_path, "--algo feddyn --alpha 0.1", seed, (97,))     # not the row that is meant
+    for base, sign in (("feddyn", "feddc"), ("feddc", "feddyn")):
+        reproduce.main([str(tmp_path), "--table", "--target", "97", "--minus", base])
+        out = capsys.readouterr().out
+        row, = (line for line in out.splitlines() if line.startswith(f"| {sign} | {2 + (sign == 'feddc')} |"))
+        mean = 0.5 if sign == "feddc" else -0.5
+        interval = f"{mean:+.1f} [{mean - 19.1:+.1f}, {mean + 19.1:+.1f}]"
+        assert f"minus {base} [95 %]" in out and interval in row
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.main([str(tmp_path), "--table", "--minus", "fedxyz"])
+    assert "--minus fedxyz: no such row; use one of feddc, feddc alpha=0.5," in capsys.readouterr().err
 
 
 def test_experiments_results_serve_the_studies(tmp_path, capsys):

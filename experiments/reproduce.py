@@ -4,6 +4,7 @@
     reproduce.py 'form*' --dry-run                      what is missing, and how long it takes
     reproduce.py 'form*' --workers 2                    play it; Ctrl-C, then the same, goes on
     reproduce.py form --table                           from results/ alone, beside the paper's numbers
+    reproduce.py form --table --minus 'fedssg stable'   with the differences to another row than feddc
     reproduce.py runs/* --table --target 97             the same of run folders of your own
     reproduce.py --harvest runs --version 4300aab       take run folders into results/
 
@@ -59,6 +60,7 @@ FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.4, 0.7), "feddc": (0.02, 0.1, 
 ALPHAS, FEW_ALPHAS = (
     {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
     for sweep in (SWEEP, FEW_SWEEP))
+NEAREST = ("fedssg stable, alpha 0.05", "fedssg released, alpha 0.05", "feddc, alpha 0.003")
 CIFAR = {"fedssg stable": STABLE} | DC | SCAFFOLD | DYN | AVG | SSG        # the default form first
 MNIST, MANY = "--dataset mnist", "--dataset mnist --num-clients 500 --participation 0.02 --rounds 600"
 SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6"}
@@ -95,7 +97,7 @@ STUDIES = {
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} --participation {p / 100} {flags}",
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
     "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | DC, 3, to=97,
-                   limit=120),
+                   limit=120, more=dict.fromkeys(NEAREST, 6)),
     # 150 rounds are an hour and a half of a CPU's core; the paper's numbers want more
     **{f"cifar10{name}": study(f"CIFAR-10 10 %, Dir 0.3{kind}, on images that went through JPEG once",
                                f"--dataset cifar10_jpeg.npz --like cifar10{flag}", CIFAR, 1, 60, 70, 75, 80,
@@ -421,7 +423,7 @@ def against(ours, theirs, digits):
 
 
 def rounds_cells(rows, base, key, target):
-    """Rounds to the target, the paper's, the difference to FedDC. rows, base: {seed: row}."""
+    """Rounds to the target, the paper's, the difference to base. rows, base: {seed: row}."""
     met, theirs = ({seed: reached(row, target) for seed, row in some.items()} for some in (rows, base))
     short = [int(rows[seed]["played"]) for seed in met if not met[seed]]
     text = [spread([t for t in met.values() if t], 1)]
@@ -433,7 +435,7 @@ def rounds_cells(rows, base, key, target):
 
 
 def accuracy_cells(rows, base, key):
-    """Last 50 (the last, if there are fewer), difference to FedDC, std within the last 50, the paper's."""
+    """Last 50 (the last, if there are fewer), difference to base, std within the last 50, the paper's."""
     whole = {seed: row for seed, row in rows.items() if row["last50_mean"]}
     name, few = ("last50_mean", "") if whole else ("last", " (last)")
     ours, theirs = ({seed: float(row[name]) for seed, row in some.items() if row[name] and row["end"] == "T"}
@@ -445,15 +447,15 @@ def accuracy_cells(rows, base, key):
             " ± ".join(paper("accuracy").get(key, "-")) if whole or not rows else "-"]
 
 
-def table(title, entries, targets, whole, command=""):
+def table(title, entries, targets, whole, minus, command=""):
     """Print markdown. entries: (label, key in the paper's tables, {seed: row}, seeds wanted)."""
+    theirs = [(label, rows) for label, _, rows, _ in entries if label.startswith(minus)]
+    minus, base = min(theirs, key=lambda x: len(x[0]), default=(minus, {}))     # of several the plain one
     head = ["method", "seeds"] + [x for target in targets for x in (
-        f"rounds to {target:g} % (± std over seeds)", "paper", "minus FedDC [95 %]")]
-    head += ["last 50, % (± std over seeds)", "minus FedDC [95 %]", "std within the last 50",
+        f"rounds to {target:g} % (± std over seeds)", "paper", f"minus {minus} [95 %]")]
+    head += ["last 50, % (± std over seeds)", f"minus {minus} [95 %]", "std within the last 50",
              "paper (± std within the last 50)"] * whole
     print(f"**{title}**\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    theirs = [(label, rows) for label, _, rows, _ in entries if label.startswith("feddc")]
-    base = min(theirs, key=lambda x: len(x[0]))[1] if theirs else {}    # of several the one without an alpha
     for label, key, rows, n in entries:
         cells = [label, f"{len(rows)}" + f" of {n}" * (len(rows) < n)]
         for target in targets:
@@ -487,13 +489,18 @@ def entries_of_folders(folders, targets=()):
 
 
 def tables(names, folders, args):
-    for (setting, goal), entries in entries_of_folders(folders, args.target).items():
-        table(setting, list(entries.values()), args.target or [goal], True)
-    for name in names:
-        s, entries = STUDIES[name], entries_of(name, args.results)
-        left = sum(n - len(rows) for _, _, rows, n in entries)
+    of_folders = entries_of_folders(folders, args.target)
+    of_studies = {name: entries_of(name, args.results) for name in names}
+    labels = {label for entries in of_studies.values() for label, *_ in entries} | {
+        label for entries in of_folders.values() for label, *_ in entries.values()}
+    if args.minus != "feddc" and not any(label.startswith(args.minus) for label in labels):
+        stop(f"--minus {args.minus}: no such row; use one of {', '.join(sorted(labels))}")
+    for (setting, goal), entries in of_folders.items():
+        table(setting, list(entries.values()), args.target or [goal], True, args.minus)
+    for name, entries in of_studies.items():
+        s, left = STUDIES[name], sum(n - len(rows) for _, _, rows, n in entries)
         what = f"`python experiments/reproduce.py {name}`" + f" plays {left} runs not measured" * bool(left)
-        table(s["title"], entries, args.target or s["targets"], not s["to"], f"{what}. ")
+        table(s["title"], entries, args.target or s["targets"], not s["to"], args.minus, f"{what}. ")
 
 
 # ---- start -------------------------------------------------------------------------------------------------
@@ -537,6 +544,7 @@ def main(argv=None):
     add("--harvest", nargs="+", default=[], metavar="FOLDER",
         help="take run folders, or folders of them, into the results")
     add("--target", type=float, nargs="+", default=[], help="--table: rounds to these accuracies, percent")
+    add("--minus", default="feddc", help="--table: the row that others are compared with (feddc)")
     add("--version", default="unknown", help="--harvest: of the code that made the folders")
     add("--seeds", type=int, default=math.inf, help="play at most the first so many seeds of a study (all)")
     add("--workers", type=int, default=1, help="runs at once (1)")
