@@ -60,7 +60,6 @@ FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.4, 0.7), "feddc": (0.02, 0.1, 
 ALPHAS, FEW_ALPHAS = (
     {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
     for sweep in (SWEEP, FEW_SWEEP))
-NEAREST = ("fedssg stable, alpha 0.05", "fedssg released, alpha 0.05", "feddc, alpha 0.003")
 CIFAR = {"fedssg stable": STABLE} | DC | SCAFFOLD | DYN | AVG | SSG        # the default form first
 MNIST, MANY = "--dataset mnist", "--dataset mnist --num-clients 500 --participation 0.02 --rounds 600"
 SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6"}
@@ -96,8 +95,8 @@ STUDIES = {
                        3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} --participation {p / 100} {flags}",
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
-    "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | DC, 3, to=97,
-                   limit=120, more=dict.fromkeys(NEAREST, 6)),
+    "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | SSG | DC, 3, to=97,
+                   limit=120, more=dict.fromkeys((*SSG, "feddc, alpha 0.003"), 6)),
     # 150 rounds are an hour and a half of a CPU's core; the paper's numbers want more
     **{f"cifar10{name}": study(f"CIFAR-10 10 %, Dir 0.3{kind}, on images that went through JPEG once",
                                f"--dataset cifar10_jpeg.npz --like cifar10{flag}", CIFAR, 1, 60, 70, 75, 80,
