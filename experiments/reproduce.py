@@ -95,8 +95,8 @@ STUDIES = {
                        3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} --participation {p / 100} {flags}",
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
-    "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | SSG | DC, 3, to=97,
-                   limit=120, more=dict.fromkeys((*SSG, "feddc, alpha 0.003"), 6)),
+    "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | SSG | DC, 3,
+                   to=97, limit=120, more=dict.fromkeys((*SSG, "feddc, alpha 0.003"), 6)),
     # 150 rounds are an hour and a half of a CPU's core; the paper's numbers want more
     **{f"cifar10{name}": study(f"CIFAR-10 10 %, Dir 0.3{kind}, on images that went through JPEG once",
                                f"--dataset cifar10_jpeg.npz --like cifar10{flag}", CIFAR, 1, 60, 70, 75, 80,
