@@ -415,7 +415,7 @@ def spread(values, digits):
 def against(ours, theirs, digits):
     """Mean paired difference and its 95 % t-interval; of {seed: value} each."""
     d = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if len(d) < 2 or ours == theirs:
+    if len(d) < 2:
         return "-"
     half = T95[min(len(d) - 1, len(T95)) - 1] * stdev(d) / math.sqrt(len(d))
     return f"{mean(d):+.{digits}f} [{mean(d) - half:+.{digits}f}, {mean(d) + half:+.{digits}f}]"
@@ -426,7 +426,8 @@ def rounds_cells(rows, base, key, target):
     met, theirs = ({seed: reached(row, target) for seed, row in some.items()} for some in (rows, base))
     short = [int(rows[seed]["played"]) for seed in met if not met[seed]]
     text = [spread([t for t in met.values() if t], 1)]
-    text += [f"{len(short)} of {len(rows)} not in {min(short)}"] if short else []
+    part = f"{len(short)} of {len(rows)} " * (len(rows) > 1)
+    text += [f"{part}not in {min(short)}"] if short else []
     goal, its = paper("rounds").get(key, ["", "-"])
     both = all(met[seed] and theirs[seed] for seed in met if seed in theirs)    # a part of them would flatter
     return ["; ".join(filter(None, text)) or "not measured", its if goal == f"{target:g}" else "-",
@@ -447,20 +448,25 @@ def accuracy_cells(rows, base, key):
 
 
 def table(title, entries, targets, whole, minus, command=""):
-    """Print markdown. entries: (label, key in the paper's tables, {seed: row}, seeds wanted)."""
+    """Print markdown, without columns that hold `-` alone.
+    entries: (label, key in the paper's tables, {seed: row}, seeds wanted)."""
     theirs = [(label, rows) for label, _, rows, _ in entries if label.startswith(minus)]
     minus, base = min(theirs, key=lambda x: len(x[0]), default=(minus, {}))     # of several the plain one
     head = ["method", "seeds"] + [x for target in targets for x in (
         f"rounds to {target:g} % (± std over seeds)", "paper", f"minus {minus} [95 %]")]
     head += ["last 50, % (± std over seeds)", f"minus {minus} [95 %]", "std within the last 50",
              "paper (± std within the last 50)"] * whole
-    print(f"**{title}**\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    lines = []
     for label, key, rows, n in entries:
-        cells = [label, f"{len(rows)}" + f" of {n}" * (len(rows) < n)]
+        lines.append([label, f"{len(rows)}" + f" of {n}" * (len(rows) < n)])
+        other = {} if rows is base else base
         for target in targets:
-            cells += rounds_cells(rows, base, key, target)
-        cells += accuracy_cells(rows, base, key) if whole else []
-        print(f"| {' | '.join(cells)} |")
+            lines[-1] += rounds_cells(rows, other, key, target)
+        lines[-1] += accuracy_cells(rows, other, key) if whole else []
+    head, *lines = zip(*(column for column in zip(head, *lines) if set(column[1:]) != {"-"}))
+    print(f"**{title}**\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
     used = {x: sorted({row[x] for _, _, rows, _ in entries for row in rows.values()} - {""})
             for x in ("version", "torch", "threads", "device", "date")}
     print("\n" + command + "; ".join(f"{x} {', '.join(those)}" for x, those in used.items() if those) + "\n")
