@@ -1706,17 +1706,20 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys):
     import reproduce
     (tmp_path / "runs").mkdir()
     flags = f"{reproduce.STUDIES['smoke']['setting']} --algo feddc"
-    run_folder(tmp_path / "runs", flags, accs=(10, 20, 30))
+    for seed, accs in enumerate([(10, 20, 30), (10, 10, 20)]):
+        run_folder(tmp_path / "runs", flags, seed, accs)
     results = ["--results", str(tmp_path / "results")]
     reproduce.main(["--harvest", str(tmp_path / "runs"), *results])
     curves, _ = figures.curves_of("smoke", tmp_path / "results")
-    assert curves == {"feddc": {"0": {1: 10.0, 2: 20.0, 3: 30.0}}}
+    assert curves["feddc"].keys() == {"0", "1"} and curves["feddc"]["0"] == {1: 10.0, 2: 20.0, 3: 30.0}
     runs = tmp_path / "results" / "runs.csv"
     runs.write_text(runs.read_text().replace(",0.500,", ",,"))      # a run whose log has no seconds
-    for more, left in (["--seeds", "1"], "2 runs"), ([], "5 runs"):
+    for more, left, row in (["--seeds", "1"], "2 runs", "1 | 2.0 |"), ([], "4 runs", "2 | 2.5 ±"):
         capsys.readouterr()
         reproduce.main(["smoke", "--dry-run", *results, *more])
         assert capsys.readouterr().out.splitlines()[-1].startswith(left)
+        reproduce.main(["smoke", "--table", *results, *more])
+        assert f"| feddc | {row}" in capsys.readouterr().out
 
 
 def test_experiments_figures_fit_and_label(tmp_path, capsys):

@@ -74,7 +74,7 @@ def study(title, setting, variants, seeds, *targets, to=None, limit=None, like=N
 
 STUDIES = {
     "form": study("Which form? MNIST 15 %, Dir 0.3", MNIST, SSG | DC, 5, 97),
-    "form-readings": study("The two printed forms: MNIST 15 %, Dir 0.3", MNIST, READINGS | DC, 3, 97),
+    "form-readings": study("The two printed forms: MNIST 15 %, Dir 0.3", MNIST, READINGS | SSG | DC, 3, 97),
     "form-500": study("Which form? MNIST, 500 clients, 2 %, Dir 0.3", MANY, FIVE, 5, 95, 97),
     "form-constant": study("Which form? MNIST 15 %, Dir 0.3, constant rate, T 100",
                            f"{MNIST} --rounds 100 --lr-decay 1", FIVE, 5, 97),
@@ -472,11 +472,11 @@ def table(title, entries, targets, whole, minus, command=""):
     print("\n" + command + "; ".join(f"{x} {', '.join(those)}" for x, those in used.items() if those) + "\n")
 
 
-def entries_of(name, results):
-    """What `table` takes, for a study, from the results alone."""
+def entries_of(name, results, seeds=math.inf):
+    """What `table` takes, for a study and its first seeds, from the results alone."""
     s, ids, rows, entries = STUDIES[name], wanted(results, fresh=False), measured(results), []
     for label, flags in s["variants"].items():
-        (run_id, key), n = ids[f"{s['setting']} {flags}"], s["more"].get(label, s["seeds"])
+        (run_id, key), n = ids[f"{s['setting']} {flags}"], min(s["more"].get(label, s["seeds"]), seeds)
         own = {seed: rows[run_id, seed] for seed in map(str, range(n)) if (run_id, seed) in rows}
         entries.append((label, key, {seed: row for seed, row in own.items() if serves(row, s)}, n))
     return entries
@@ -495,7 +495,7 @@ def entries_of_folders(folders, targets=()):
 
 def tables(names, folders, args):
     of_folders = entries_of_folders(folders, args.target)
-    of_studies = {name: entries_of(name, args.results) for name in names}
+    of_studies = {name: entries_of(name, args.results, args.seeds) for name in names}
     labels = {label for entries in of_studies.values() for label, *_ in entries} | {
         label for entries in of_folders.values() for label, *_ in entries.values()}
     if args.minus != "feddc" and not any(label.startswith(args.minus) for label in labels):
@@ -551,7 +551,7 @@ def main(argv=None):
     add("--target", type=float, nargs="+", default=[], help="--table: rounds to these accuracies, percent")
     add("--minus", default="feddc", help="--table: the row that others are compared with (feddc)")
     add("--version", default="unknown", help="--harvest: of the code that made the folders")
-    add("--seeds", type=int, default=math.inf, help="play at most the first so many seeds of a study (all)")
+    add("--seeds", type=int, default=math.inf, help="the first so many of a study's seeds (all)")
     add("--workers", type=int, default=1, help="runs at once (1)")
     add("--threads", type=int, default=1, help="of each run (1); --harvest: that the folders were made with")
     add("--data-dir", default="data", help="folder of the data sets (data)")
