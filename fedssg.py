@@ -46,8 +46,8 @@ from torch.func import functional_call, grad_and_value, vmap
 State = dict[str, Tensor]                       # everything a method remembers between rounds
 Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_i (m, d)
 
-# Paper and program state three: README, "Where paper and program disagree". `stable` is the program's,
-# `released`, with the ungated correction that Eq. (23) and FedDC have.
+# Paper and program state three: README, "Where paper and program disagree". `stable` is `released`, the
+# authors' program, but for its correction: not gated, as in Eq. (23) and FedDC.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
@@ -101,7 +101,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i
     Returns what is worth logging, (m,) each: `gate` phi_i, `h_norm` ||h_i||; for `inner` `gain` phi_i eta K_i
-    alpha_i. Each participation multiplies h_i by 1 - gain: it overshoots when gain exceeds 2.
+    alpha_i. The alignment alone multiplies h_i by 1 - gain at each participation; above 2 it overshoots.
     Raises ValueError for an unknown gate, alignment or correction.
     """
     omega, h_i, count_i = s["omega"], rows(s, "h_i", r), rows(s, "count_i", r, ())
@@ -113,7 +113,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
 
     # 2. alignment: Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
     alpha_i = alpha / r.size_i                                              # (m,)
-    rho_i, b_i = torch.zeros_like(phi_i), torch.zeros_like(h_i[r.i])        # (m,), (m, d)
+    rho_i, b_i = torch.zeros_like(phi_i), omega.new_zeros(len(r.i), len(omega))     # (m,), (m, d)
     if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
         rho_i = alpha_i * phi_i
         b_i = rho_i[:, None] * (h_i[r.i] - omega)

@@ -51,7 +51,8 @@ ALPHA = {
     "feddc": dict(mnist={100: 0.1}, emnist={100: 0.1, 500: 0.2},
                   cifar10={100: 0.01, 500: 0.05}, cifar100={100: 0.01, 500: 0.05})}
 WEIGHT_DECAY = {"fedprox": 1e-5}        # every other method 1e-3
-# Flags that change at most the rounding of a run, where it ends or where it is kept: they make no other run.
+# Flags that make no other run: they change at most its rounding, where it ends or where it is kept, or
+# settings hold them by another name (algo, seeds, given, like).
 NOT_SETTINGS = {"algo", "given", "seeds", "like", "data_dir", "device", "state_device", "mode", "chunk",
                 "compile", "out", "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")

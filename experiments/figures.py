@@ -35,7 +35,7 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def canvas(width, height, **options):
-    """A figure for a width of 800 pixels, and its axes as a list."""
+    """A figure 880 pixels wide, and its axes as a list."""
     import matplotlib       # here, so that --help works without it
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
