@@ -63,7 +63,8 @@ ALPHAS, FEW_ALPHAS = (
     for sweep in (SWEEP, FEW_SWEEP))
 CIFAR = {"fedssg stable": STABLE} | DC | SCAFFOLD | DYN | AVG | SSG        # the default form first
 MNIST, MANY = "--dataset mnist", "--dataset mnist --num-clients 500 --participation 0.02 --rounds 600"
-SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6"}
+SPLITS = {"IID": "--partition iid", "DiD1": "--dir-alpha 0.3", "DiD2": "--dir-alpha 0.6",
+          "IID-Dir1": "--dir-alpha 1"}          # what the paper's appendix calls IID
 
 
 def study(title, setting, variants, seeds, *targets, to=None, limit=None, like=None, more={}):
@@ -167,7 +168,7 @@ def paper_key(settings):
     N, p, algo = settings["num_clients"], settings["participation"], settings["algo"]
     for split, flags in SPLITS.items():
         flags += f" --dataset {settings['dataset']} --num-clients {N} --participation {p} --algo {algo}"
-        key = f"{names.get(settings['dataset'])},{N},{100 * p:g},{split},{algo}"
+        key = f"{names.get(settings['dataset'])},{N},{100 * p:g},{split.partition('-')[0]},{algo}"
         own = [resolve(flags)] if key in paper("accuracy") else []
         if own and algo == "fedssg":
             # each form, with its alpha or the tuned one, clipped (an option of the paper) or not
