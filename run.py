@@ -293,9 +293,10 @@ def write(path, content):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:        # torch makes a RuntimeError of a full disk
-        stop(1, f"{path}: {error.__context__ or error}")
+        stop(1, f"{path}: {error if isinstance(error, OSError) else error.__context__ or error}")
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):      # of a disk that cannot be written to
+            temporary.unlink(missing_ok=True)
 
 
 # ---- what the user sees ------------------------------------------------------------------------------------
@@ -303,6 +304,8 @@ def write(path, content):
 def announce(folder, run, fed, args):
     """Say what is about to be played, or that nothing is left; write the printouts anew."""
     settings, log, n = run["settings"], run["log"], fed.labels.sum(axis=1)
+    if changed(folder / "checkpoint.pt") != STAMPS[folder / "checkpoint.pt"]:       # since all were loaded
+        stop(1, f"{folder}: another process has played this run; --resume takes its rounds")
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("*.tmp"):       # by a kill, unless another process is just writing it
         if time.time() - left.stat().st_mtime > 60:

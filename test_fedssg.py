@@ -1416,6 +1416,17 @@ def test_cli_another_process_is_not_set_back(tiny, tmp_path, monkeypatch, capsys
     assert len(read(folders(tmp_path)["feddc"] / "checkpoint.pt")["log"]) == 2
 
 
+def test_cli_another_process_between_the_runs_of_a_sweep(tiny, tmp_path, monkeypatch, capsys):
+    """All runs are loaded at the start; what another process has played since is not overwritten."""
+    assert start(tiny, tmp_path, "--stop-after 2", "feddc") == 0
+    folder = folders(tmp_path)["feddc"]
+    before = (folder / "log.csv").read_bytes()
+    at_round(3, monkeypatch, "progress", lambda: os.utime(folder / "checkpoint.pt", (9, 9)))
+    capsys.readouterr()
+    assert start(tiny, tmp_path, "--resume", "fedavg feddc") == 1 and one_line(capsys, "another process has")
+    assert (folder / "log.csv").read_bytes() == before and len(folders(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("damage", [*range(12), [1, 2], dict(state={}), dict(settings=7), "code", "omega"])
 def test_cli_damaged_checkpoint(damage, tiny, tmp_path, capsys):
     """Exit code 1, one line, all files as they were; nothing that it holds is executed."""
@@ -1551,9 +1562,12 @@ def test_cli_full_disk(limit, tiny, tmp_path, capsys):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         code = start(tiny, tmp_path, flags)
+        assert one_line(capsys, f"{file.parent}/").endswith("[Errno 27] File too large\n")
+        with pytest.raises(SystemExit):         # torch ends in another way when its tensors do not fit
+            run.write(tmp_path / "x", {"c_i": torch.zeros(10, 700)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert code == 1 and one_line(capsys, f"{file.parent}/") and file.read_bytes() == before
+    assert code == 1 and one_line(capsys, "[Errno 27] File too large") and file.read_bytes() == before
     assert not list(tmp_path.rglob("*.tmp")) and start(tiny, tmp_path, flags) == 0
 
 
@@ -1654,12 +1668,12 @@ def test_cli_readme_examples(monkeypatch):
 sys.path.insert(0, str(Path(__file__).resolve().parent / "experiments"))
 
 
-def run_folder(root, flags, seed=0, accs=(90, 96, 97, 97.5), goal=97.0):
+def run_folder(root, flags, seed=0, accs=(90, 96, 97, 97.5), goal=97.0, **more):
     """A run folder as run.py leaves it, of settings that `flags` make, with the accuracies as its log."""
     import reproduce
     folder = root / f"{len(list(root.iterdir()))}"
     folder.mkdir()
-    settings = reproduce.resolve(flags) | {"seed": seed, "split": "0"}
+    settings = reproduce.resolve(flags) | {"seed": seed, "split": "0"} | more
     rows = "".join(f"{t},{acc},1.0,1.0,,,,0.5\n" for t, acc in enumerate(accs, 1))
     (folder / "log.csv").write_text(f"{','.join(run.COLUMNS)}\n{rows}")
     (folder / "config.json").write_text(json.dumps(dict(settings=settings, device="cpu", torch="2")))
@@ -1702,9 +1716,15 @@ def test_experiments_table_groups_by_all_that_differs(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         reproduce.main([str(tmp_path), "--table", "--minus", "fedxyz"])
     assert "--minus fedxyz: no such row; use one of feddc, feddc alpha=0.5," in capsys.readouterr().err
+    (tmp_path / "own").mkdir()
+    for digest in ("0a", "0b"):         # two files of one name are two data sets, and neither is MNIST
+        run_folder(tmp_path / "own", "--algo feddc", dataset="mnist.npz", contents=digest)
+    reproduce.main([str(tmp_path / "own"), "--table"])
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("**")]
+    assert [title[2:12] + title[-4:] for title in titles] == ["mnist.npz-0a**", "mnist.npz-0b**"]
 
 
-def test_experiments_results_serve_the_studies(tmp_path, capsys):
+def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
     import figures
     import reproduce
     (tmp_path / "runs").mkdir()
@@ -1713,6 +1733,13 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys):
         run_folder(tmp_path / "runs", flags, seed, accs)
     results = ["--results", str(tmp_path / "results")]
     reproduce.main(["--harvest", str(tmp_path / "runs"), *results])
+    with pytest.raises(SystemExit, match="2"):
+        reproduce.main(["--harvest", str(tmp_path / "runs"), "--dry-run", *results])
+    args = SimpleNamespace(data_dir=Path("my data"), out=tmp_path, threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda command, **_: command)
+        command, _ = reproduce.start(("cifar10", "", "--dataset cifar10_jpeg.npz", "", "0"), args)
+    assert command[2:4] == ["--dataset", "my data/cifar10_jpeg.npz"]
     curves, _ = figures.curves_of("smoke", tmp_path / "results")
     assert curves["feddc"].keys() == {"0", "1"} and curves["feddc"]["0"] == {1: 10.0, 2: 20.0, 3: 30.0}
     runs = tmp_path / "results" / "runs.csv"
@@ -1728,6 +1755,7 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys):
 def test_experiments_figures_fit_and_label(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     import figures
+    assert figures.styles(["mine", "feddc"])["mine"][0] not in figures.COLOURS.values()
     flags = ("--algo fedavg", "--algo fedavg --lr 0.2")
     folders = [run_folder(tmp_path, one, accs=(10, 20, 30)) for one in flags]
     axes = figures.curves(SimpleNamespace(what=folders)).axes

@@ -58,8 +58,8 @@ def styles(labels):
     """{label: (colour, dash)}"""
     found, count = {}, {"fedprox": 1}
     for label in labels:
-        method = next(name for name in COLOURS if label.startswith(name))
-        found[label] = COLOURS[method], DASHES[count.get(method, 0) % len(DASHES)]
+        method = next((name for name in COLOURS if label.startswith(name)), None)      # None: a user's own
+        found[label] = COLOURS.get(method, "0.4"), DASHES[count.get(method, 0) % len(DASHES)]
         count[method] = count.get(method, 0) + 1
     return found
 

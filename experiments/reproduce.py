@@ -242,7 +242,8 @@ def row_of(folder, targets=(), **known):
     own |= run.FORMS[form[0]] if form else {}
     variant = " ".join(form + [f"{x}={value}" for x, value in hyper.items() if own.get(x) != value])
     extra = [f"{x}={value}" for x, value in s.items() if x not in (*SPLIT, "rounds", "algo", "seed", "hyper")]
-    setting = "-".join([Path(name).stem, str(s["num_clients"]), f"{100 * s['participation']:g}",
+    name = Path(name).stem if Path(name).stem not in TARGETS else name      # mnist.npz is not MNIST
+    setting = "-".join([name, str(s["num_clients"]), f"{100 * s['participation']:g}",
                         f"{s['partition']}{s.get('dir_alpha', '')}", f"T{T}", *extra])
     usual = TARGETS.get(re.match("cifar100?|[^_.]*", name)[0], TARGETS["synthetic"])
     at = {x: next((t for t, acc in curve.items() if acc >= x), f">{len(log)}") for x in
@@ -346,10 +347,11 @@ def version():
 
 def start(task, args):
     """A process of run.py that plays the task, and the file of its output."""
-    s, flags = STUDIES[task[0]], re.sub(r"(\S+\.npz)", rf"{args.data_dir}/\1", task[2])
+    s, flags = STUDIES[task[0]], task[2]
     flags += f" --stop-at-target --target-acc {s['to']}" if s["to"] else ""
     flags += f" --stop-after {s['limit']}" if s["limit"] else ""
-    command = [sys.executable, HERE.parent / "run.py", *flags.split(), "--seed", task[4], "--resume",
+    words = [f"{args.data_dir}/{x}" if x.endswith(".npz") else x for x in flags.split()]
+    command = [sys.executable, HERE.parent / "run.py", *words, "--seed", task[4], "--resume",
                "--out", args.out, "--data-dir", args.data_dir]
     output, env = tempfile.TemporaryFile("w+"), os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
@@ -491,7 +493,8 @@ def entries_of_folders(folders, targets=()):
     for folder in folders:
         row, _, settings, goal = row_of(folder, targets)
         entry = f"{row['method']} {row['variant']}".strip(), paper_key(settings), {}, 0
-        rows = groups.setdefault((row["setting"], goal), {}).setdefault(row["id"], entry)[2]
+        setting = "-".join(x for x in (row["setting"], settings.get("contents")) if x)     # of own data
+        rows = groups.setdefault((setting, goal), {}).setdefault(row["id"], entry)[2]
         rows[row["seed"]] = max(row, rows.get(row["seed"], row), key=lambda row: int(row["played"]))
     return groups
 
@@ -569,6 +572,8 @@ def main(argv=None):
         stop("--workers, --threads and --seeds: 1 or more")
     if args.table and args.harvest:
         stop("--harvest: not with --table; take the folders in first")
+    if args.dry_run and args.harvest:
+        stop("--harvest: not with --dry-run; it takes the folders in")
     match = {name: ALL if name == "all" else fnmatch.filter(STUDIES, name) for name in args.names}
     names = list(dict.fromkeys(name for these in match.values() for name in these))
     folders = list(run_folders(name for name, these in match.items() if not these)) if args.table else []
