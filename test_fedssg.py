@@ -1740,6 +1740,9 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
         patch.setattr(subprocess, "Popen", lambda command, **_: command)
         command, _ = reproduce.start(("cifar10", "", "--dataset cifar10_jpeg.npz", "", "0"), args)
     assert command[2:4] == ["--dataset", "my data/cifar10_jpeg.npz"]
+    bare = subprocess.run([sys.executable, "-S", reproduce.__file__, "all", "--dry-run"], text=True,
+                          stderr=subprocess.PIPE)                    # -S: without the packages installed
+    assert bare.returncode == 2 and bare.stderr.count("\n") == 1 and "No module named" in bare.stderr
     curves, _ = figures.curves_of("smoke", tmp_path / "results")
     assert curves["feddc"].keys() == {"0", "1"} and curves["feddc"]["0"] == {1: 10.0, 2: 20.0, 3: 30.0}
     runs = tmp_path / "results" / "runs.csv"
@@ -1752,10 +1755,14 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
         assert f"| feddc | {row}" in capsys.readouterr().out
 
 
-def test_experiments_figures_fit_and_label(tmp_path, capsys):
+def test_experiments_figures_fit_and_label(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     import figures
     assert figures.styles(["mine", "feddc"])["mine"][0] not in figures.COLOURS.values()
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setitem(sys.modules, "matplotlib", None)
+        figures.main(["curves", "end", "--out", str(tmp_path / "x.png")])
+    assert "matplotlib" in capsys.readouterr().err
     flags = ("--algo fedavg", "--algo fedavg --lr 0.2")
     folders = [run_folder(tmp_path, one, accs=(10, 20, 30)) for one in flags]
     axes = figures.curves(SimpleNamespace(what=folders)).axes

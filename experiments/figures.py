@@ -352,7 +352,7 @@ def main(argv=None):
         stop(f"--points {args.points}: no such file")
     try:
         draw[args.figure](args).savefig(args.out, dpi=110)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         stop(str(error))
     except KeyboardInterrupt:
         stop("interrupted")

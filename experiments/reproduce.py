@@ -593,6 +593,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except ModuleNotFoundError as error:        # numpy, torch; what results/ holds is shown without it
+        stop(f"{error}; pip install -r requirements.txt")
     except BrokenPipeError:         # the reader of the output has gone: end quietly, as other tools do
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
