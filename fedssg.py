@@ -51,7 +51,7 @@ Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
-         "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1)}
+         "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1.0)}
 
 
 @dataclass(frozen=True)

@@ -1085,6 +1085,10 @@ def test_cli_presets():
     targets = [run.parse(["--dataset", name]).target_acc for name in (*run.PRESETS, "synthetic")]
     decay = [settings(*x)["weight_decay"] for x in (("",), ("", "fedprox"), ("--weight-decay .1", "fedprox"))]
     assert targets == [97, 80, 42, 93, 97] and decay == [1e-3, 1e-5, 0.1]
+    for algo, form in [*((algo, "") for algo in run.ALGORITHMS), *(("fedssg", f"--form {x}") for x in FORMS)]:
+        plain = settings(form, algo)        # a default spelled out is the same run: 1 and 1.0 hash apart
+        spelled = " ".join(f"--{name} {value}" for name, value in plain["hyper"].items())
+        assert json.dumps(settings(f"{form} {spelled}", algo)) == json.dumps(plain)
     hyper = settings("--form main --gate-shape clip --beta .5")["hyper"]
     assert hyper == dict(FORMS["main"], gate_shape="clip", beta=0.5, gate_scale=1.0)
     args = run.parse("--algo fedavg fedprox feddyn fedavg --mu .5 --alpha .2".split())
