@@ -1726,6 +1726,14 @@ def test_experiments_table_groups_by_all_that_differs(tmp_path, capsys):
     reproduce.main([str(tmp_path / "own"), "--table"])
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("**")]
     assert [title[2:12] + title[-4:] for title in titles] == ["mnist.npz-0a**", "mnist.npz-0b**"]
+    config = run_folder(tmp_path / "own", "--algo feddc") / "config.json"
+    whole = json.loads(config.read_text())
+    for name in ("num_clients", "participation", "hyper"):          # another program's folder, or an old one
+        lacking = {key: value for key, value in whole["settings"].items() if key != name}
+        config.write_text(json.dumps(whole | {"settings": lacking}))
+        with pytest.raises(SystemExit, match="2"):
+            reproduce.main([str(config.parent), "--table"])
+        assert f"not a run folder (KeyError: '{name}')" in capsys.readouterr().err
 
 
 def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
@@ -1776,11 +1784,16 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys, monkeypatch):
     marks = {line.get_marker(): line.get_ydata()[0] for line in ax.lines}
     assert marks["^"] >= 120 > marks["o"]               # who is not there when the study ends is not left out
     (tmp_path / "mine.csv").write_text("mine\n1\n")      # scatter would keep its points there
+    (tmp_path / "two").mkdir()
+    for seed, goal in enumerate((95.0, 97.0)):
+        run_folder(tmp_path / "two", "--algo feddc", seed, goal=goal)
     for what, out, says in [
             (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
             ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),
             ("targets fastest --target 96", "x.png", "target 96"), ("alpha few", "x.png", "nothing to do"),
             (f"scatter --points {tmp_path}", "x.png", "no such file"), ("scatter", "mine.png", "mine.csv"),
+            (f"targets {tmp_path / 'two'}", "x.png", "targets 95 and 97 %"),
+            ("scatter --dataset synthetic --rounds 10", "x.png", "less than 10, the last round played"),
             (f"curves end --results {tmp_path}", "x.png", "nothing to draw")]:
         with pytest.raises(SystemExit, match="2"):
             figures.main([*what.split(), "--out", str(tmp_path / out)])

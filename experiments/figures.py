@@ -144,7 +144,10 @@ def rows_of(args):
         return reproduce.entries_of(names[0], args.results), s["title"], args.target or s["targets"][-1]
     goals = [args.target] if args.target else []
     groups = reproduce.entries_of_folders(reproduce.run_folders(args.what), goals) or stop("nothing to draw")
-    apart, goal = told_apart({setting for setting, _ in groups}), next(iter(groups))[1]
+    apart = told_apart({setting for setting, _ in groups})
+    goal, *more = sorted({goal for _, goal in groups})
+    if more and not args.target:
+        stop(f"the runs have the targets {goal:g} and {more[0]:g} %; name one with --target")
     entries = [(f"{label} {apart[setting]}".strip(), *rest) for (setting, _), its in groups.items()
                for label, *rest in its.values()]
     return entries, next(iter(groups))[0] if len(apart) == 1 else "", args.target or goal
@@ -276,15 +279,16 @@ def scatter(args):
     points, kept = {}, args.points or args.out.with_suffix(".csv")
     columns = ("client", "method", "round", "change_of_global_loss", "change_of_client_loss")
     rows = reproduce.read_csv(kept, columns)            # stops at a file that is not of such points
-    if not args.points and args.first_round >= args.rounds_shown:
-        stop(f"--first-round {args.first_round}: less than --rounds-shown {args.rounds_shown}")
     for name in () if args.points else ("fedavg", "feddc", "fedssg"):
         given, settings, fed = federation(args.what + ["--form", args.form] * (name == "fedssg"), name)
         if not 0 <= args.client < given.num_clients:
             stop(f"--client {args.client}: from 0 to {given.num_clients - 1}")
+        last = min(args.rounds_shown, given.rounds)
+        if args.first_round >= last:
+            stop(f"--first-round {args.first_round}: less than {last}, the last round played")
         s, own, losses = {"omega": fed.omega.clone()}, fed.shares[args.client], []
         settings["eval_every"] = settings["rounds"]         # accuracies are not asked for
-        for t in range(1, min(args.rounds_shown, given.rounds) + 1):
+        for t in range(1, last + 1):
             run.play_round(settings, fed, s, t, given)
             parts = (fed.X, fed.Y), (fed.X[own], fed.Y[own])
             losses.append([float(run.evaluate(fed.model, s["omega"], *part)[1]) for part in parts])

@@ -235,6 +235,9 @@ def row_of(folder, targets=(), **known):
         pace = mean([float(row["seconds"]) for row in log] or [0])
         date = datetime.date.fromtimestamp((folder / "log.csv").stat().st_mtime)
         name, hyper, T, algo = s["dataset"], s["hyper"], s["rounds"], s["algo"]
+        where = [str(s["num_clients"]), f"{100 * s['participation']:g}",
+                 f"{s['partition']}{s.get('dir_alpha', '')}", f"T{T}"]
+        made_with = {x: config[x] for x in ("device", "torch")}
     except (OSError, KeyError, ValueError, TypeError) as error:
         stop(f"{folder}: not a run folder ({type(error).__name__}: {error})")
     form = [settings["form"]] if "form" in settings else []
@@ -243,15 +246,14 @@ def row_of(folder, targets=(), **known):
     variant = " ".join(form + [f"{x}={value}" for x, value in hyper.items() if own.get(x) != value])
     extra = [f"{x}={value}" for x, value in s.items() if x not in (*SPLIT, "rounds", "algo", "seed", "hyper")]
     name = Path(name).stem if Path(name).stem not in TARGETS else name      # mnist.npz is not MNIST
-    setting = "-".join([name, str(s["num_clients"]), f"{100 * s['participation']:g}",
-                        f"{s['partition']}{s.get('dir_alpha', '')}", f"T{T}", *extra])
+    setting = "-".join([name, *where, *extra])
     usual = TARGETS.get(re.match("cifar100?|[^_.]*", name)[0], TARGETS["synthetic"])
     at = {x: next((t for t, acc in curve.items() if acc >= x), f">{len(log)}") for x in
           sorted({*usual, goal, *targets})}
     accs, ended = list(curve.values()), len(log) == T
-    row = {x: settings.get(x, "") for x in COLUMNS} | s | dict(
-        id=id_of(settings), method=algo, variant=variant, played=len(log), date=date, device=config["device"],
-        setting=re.sub(r"[^\w.=+-]", "", setting.replace(", ", "+")), torch=config["torch"],
+    row = {x: settings.get(x, "") for x in COLUMNS} | s | made_with | dict(
+        id=id_of(settings), method=algo, variant=variant, played=len(log), date=date,
+        setting=re.sub(r"[^\w.=+-]", "", setting.replace(", ", "+")),
         precision=s.get("precision", "float32"), hyper=" ".join(f"{x}={value}" for x, value in hyper.items()),
         to_targets=" ".join(f"{x:g}:{t}" for x, t in at.items()), seconds_per_round=f"{pace:.3f}",
         best=f"{max(accs):.2f}" if accs else "", last=f"{accs[-1]:.2f}" if accs else "",
