@@ -46,7 +46,7 @@ from torch.func import functional_call, grad_and_value, vmap
 State = dict[str, Tensor]                       # everything a method remembers between rounds
 Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_i (m, d)
 
-# Paper and program state three: README, "Where paper and program disagree". `stable` is `released`, the
+# Paper and program differ: README, "Where paper and program disagree". `stable` is `released`, the
 # authors' program, but for its correction: not gated, as in Eq. (23) and FedDC.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),

@@ -375,7 +375,7 @@ def table(results, args):
 
 
 def accuracy(runs):
-    """Mean ± std over the seeds, or of one seed over its last 50 evaluations."""
+    """Mean ± sample std over the seeds, or of one seed ± std over its last 50 evaluations."""
     if any(run["diverged"] for run in runs):
         return "diverged"
     if not all(run["evaluations"] for run in runs):
@@ -383,7 +383,7 @@ def accuracy(runs):
     if any(run["evaluations"] < 50 for run in runs):
         return f"{np.mean([run['last'] for run in runs]):.2f} (last)"
     means = [run["last50_mean"] for run in runs]
-    spread = np.std(means) if len(runs) > 1 else runs[0]["last50_std"]
+    spread = np.std(means, ddof=1) if len(runs) > 1 else runs[0]["last50_std"]
     return f"{np.mean(means):.2f} ± {spread:.2f}"
 
 

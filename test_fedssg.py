@@ -1139,7 +1139,7 @@ def test_cli_every_method_leaves_whole_results(tiny, tmp_path, capsys):
 
 
 def test_cli_summary_and_table_by_hand(capsys):
-    """Population std over the last 50 evaluations. C25, C35: `-` for no number; `(last)` for less than 50."""
+    """Population std over 50 evaluations, sample std over seeds. C25, C35: `-`, `(last)` for less than 50."""
     log = [dict(round=t, test_acc=None if t % 2 else float(t % 14), seconds=2.0) for t in range(1, 121)]
     tests, s = [float(t % 14) for t in range(2, 121, 2)][-50:], run.summarise(log, 10)
     assert [s[k] for k in ("last", "best", "evaluations", "rounds_to_target")] == [8, 12, 60, 10]
@@ -1160,7 +1160,7 @@ def test_cli_summary_and_table_by_hand(capsys):
     assert lines[1:7] == ["fedavg 91.00 ± 0.50 76 1.00x 0.50", "fedssg 98.00 ± 0.25 24 3.17x 0.50",
                           "feddyn 90.00 ± 1.00 - - 0.50", "feddc 90.00 (last) 9 8.44x 0.50",
                           "fedvra - - - 0.50", "scaffold diverged 9 8.44x 0.50"]
-    assert lines[8:] == ["fedavg 92.00 ± 1.00 80 1.00x 0.50", "fedssg 96.50 ± 0.50 20 (1 of 2) 4.00x 0.50"]
+    assert lines[8:] == ["fedavg 92.00 ± 1.41 80 1.00x 0.50", "fedssg 96.50 ± 0.71 20 (1 of 2) 4.00x 0.50"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
