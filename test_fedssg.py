@@ -1424,11 +1424,11 @@ def test_cli_another_process_between_the_runs_of_a_sweep(tiny, tmp_path, monkeyp
     """All runs are loaded at the start; what another process has played since is not overwritten."""
     assert start(tiny, tmp_path, "--stop-after 2", "feddc") == 0
     folder = folders(tmp_path)["feddc"]
-    before = (folder / "log.csv").read_bytes()
-    at_round(3, monkeypatch, "progress", lambda: os.utime(folder / "checkpoint.pt", (9, 9)))
+    at_round(3, monkeypatch, "progress", lambda: [
+        (folder / "log.csv").write_text("theirs"), os.utime(folder / "checkpoint.pt", (9, 9))])
     capsys.readouterr()
     assert start(tiny, tmp_path, "--resume", "fedavg feddc") == 1 and one_line(capsys, "another process has")
-    assert (folder / "log.csv").read_bytes() == before and len(folders(tmp_path)) == 2
+    assert (folder / "log.csv").read_text() == "theirs" and len(folders(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("damage", [*range(12), [1, 2], dict(state={}), dict(settings=7), "code", "omega"])
