@@ -56,6 +56,11 @@ WEIGHT_DECAY = {"fedprox": 1e-5}        # every other method 1e-3
 NOT_SETTINGS = {"algo", "given", "seeds", "like", "data_dir", "device", "state_device", "mode", "chunk",
                 "compile", "out", "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")
+# Flags that change nothing but beside one of these values of another.
+NEEDS = dict(
+    letters=("dataset", ["emnist"]), hidden=("model", ["fcn"]), shards=("partition", ["shards"]),
+    dir_alpha=("partition", ["dirichlet", "dirichlet-class"]),
+    unbalanced_sigma=("partition", ["iid", "dirichlet"]))
 SIGNALS = []                            # that have come in
 STAMPS = {}                             # checkpoint.pt -> its time of change when this process last used it
 
@@ -484,7 +489,8 @@ def flag(text):
 
 def parse(argv):
     """The flags, with every preset filled in; one line and exit code 2 for what is not accepted."""
-    args = flag_parser().parse_args([flag(token) if token.startswith("--") else token for token in argv])
+    parser = flag_parser()
+    args = parser.parse_args([flag(token) if token.startswith("--") else token for token in argv])
     args.algo = list(ALGORITHMS) if "all" in args.algo else list(dict.fromkeys(args.algo))
     args.seeds, args.out = list(dict.fromkeys(args.seeds)), os.path.expanduser(args.out)
     owners, algos = hyper_parameters(), ", ".join(args.algo)
@@ -495,9 +501,12 @@ def parse(argv):
     if "form" in args and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
     vars(args).setdefault("form", "stable")
-    if args.unbalanced_sigma and args.partition not in ("iid", "dirichlet"):
-        stop(2, f"--unbalanced-sigma: not with --partition {args.partition}; use iid or dirichlet")
+    moved = [x for x in NEEDS if x in args and vars(args)[x] != parser.get_default(x)]
     fill_in(args)
+    for name in moved:
+        other, values = NEEDS[name]
+        if vars(args)[other] not in values:
+            stop(2, f"{flag('--' + name)}: needs --{other} {' or '.join(values)}")
     if args.sampling == "bernoulli" and args.participation * args.num_clients < 1e-3:
         stop(2, "--participation: too few for --sampling bernoulli; use 1e-3 / N or more")
     if args.lr * args.lr_decay ** (args.rounds - 1) < 1e-30:
@@ -510,8 +519,6 @@ def fill_in(args):
     vars(args).setdefault("like", args.dataset if args.dataset in PRESETS else "mnist")
     preset = PRESETS[args.like]
     args.augment = args.augment == "auto" and preset["augment"]
-    if "hidden" in args and vars(args).get("model", preset["model"]) != "fcn":
-        stop(2, "--hidden: belongs to --model fcn")
     for name, value in preset.items():
         vars(args).setdefault(name, nearest(value, args.num_clients) if name == "rounds" else value)
     vars(args).setdefault("stop_after", args.rounds)

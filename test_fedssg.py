@@ -1032,6 +1032,7 @@ REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --
 --device cuda:0; --device cuda; --state-device cuda; --gate-ratio walking; --alpha -1; --local-epochs 0
 --algo fedvra --dual-step soon; --precision tf32; --precision half
 --sampling bernoulli --participation 1e-9; --chunk 2; --mode loop --chunk 2
+--partition iid --dir-alpha .1; --shards 3; --letters 26; --partition shards --dir-alpha 1
 --rounds 99 --lr-decay .01""".replace("\n", "; ").split("; ")
 
 
@@ -1043,7 +1044,7 @@ def test_cli_refused_before_data_is_loaded(flags, tmp_path, capsys, monkeypatch)
     assert start("synthetic", tmp_path / "runs", flags) == 2 and not list(tmp_path.iterdir())
     *_, name = [token for token in flags.split() if token.startswith("--")] or [flags]
     err = one_line(capsys, name)
-    others = ("belongs to", "not with", "too few for", "work with")
+    others = ("belongs to", "needs", "too few for", "work with")
     assert flags.split()[-1] in err or any(says in err for says in others)
 
 
