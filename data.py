@@ -131,22 +131,22 @@ def sample_clients(num_clients: int, participation: float, how: str, seed: int, 
             return chosen
 
 
-def schedule(parts, clients, seed: int, t: int, epochs: int, batch_size: int) -> tuple:
+def schedule(shares, clients, seed: int, t: int, epochs: int, batch_size: int) -> tuple:
     """Mini-batches of round t for `clients` (m of them, any subset, also none) -> (idx, w, K_i).
 
-    parts: the index arrays of all clients. K_i (m,) int64: epochs * ceil(n_i / B) steps, B = min(batch_size,
+    shares: the index arrays of all clients. K_i (m,) int64: epochs * ceil(n_i / B) steps, B = min(batch_size,
     largest n_i of all clients). idx (K, m, B) int64, K = max K_i: samples, in a new order each epoch. w
     (K, m, B) float32: 1, or 0 for padding (idx 0) in an epoch's last, smaller batch and after K_i. What a
     client gets depends on (seed, t, client) alone."""
-    n_i = np.array([len(parts[i]) for i in clients], np.int64)
-    B = min(batch_size, max(map(len, parts)))  # the same for any clients: sums over a batch round alike
+    n_i = np.array([len(shares[i]) for i in clients], np.int64)
+    B = min(batch_size, max(map(len, shares)))  # the same for any clients: sums over a batch round alike
     per_epoch = -(-n_i // B)
     K_i = epochs * per_epoch
     idx = np.full((K_i.max(initial=0), len(n_i), B), -1, np.int64)  # -1: padding
     for j, i in enumerate(clients):
         order = rng(seed, "batch", t, i).random((epochs, n_i[j])).argsort(1)
         plan = np.full((epochs, per_epoch[j] * B), -1, np.int64)
-        plan[:, :n_i[j]] = np.asarray(parts[i])[order]
+        plan[:, :n_i[j]] = np.asarray(shares[i])[order]
         idx[:K_i[j], j] = plan.reshape(-1, B)
     return idx.clip(0), (idx >= 0).astype(np.float32), K_i
 

@@ -237,18 +237,20 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     X, Y     the data set, (n, ...) each; criterion(model(x), y, reduction="none") gives the losses (B,)
     idx, w   (K, m, B): samples of each step, and 1 for a sample, 0 for padding; a client's own steps first
     mode     `loop`: each client by itself, as many at once as torch has threads (CPU). `vmap`: all clients in
-             one batched step (CUDA), `chunk` at once. `auto` picks. compiled: either step by torch.compile
+             one batched step (CUDA), `chunk` at once. `auto` picks. compiled: that step by torch.compile
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
     precision   `bf16`: the model computes under torch.autocast; all else is in float32
     Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
-    Raises ValueError for another mode, or a model that `refuse` refuses.
+    Raises ValueError for another mode, `compiled` beside `loop`, or a model that `refuse` refuses.
     """
     if mode not in ("auto", "loop", "vmap"):
         raise ValueError(f"mode {mode!r}: use loop, vmap or auto")
+    loop = mode == "loop" or (mode == "auto" and not omega.is_cuda)
+    if loop and compiled:
+        raise ValueError("compiled: works with mode vmap")
     refuse(model, X)
     m, filled = idx.shape[1], w.sum(dim=2)                                  # (K, m)  samples in a batch
     w = w / filled.clamp(min=1)[:, :, None]                                 # a batch's loss becomes its mean
-    loop = mode == "loop" or (mode == "auto" and not omega.is_cuda)
     if m == 0:
         return torch.empty_like(b), torch.empty_like(rho)
 
@@ -261,7 +263,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         own, theta, g = copy.deepcopy(model), omega.clone(), torch.empty_like(omega)
         for p, part, g_part in zip(trainable(own), parts(own, theta), parts(own, g)):
             p.data, p.grad = part, g_part
-        losses, its, rho_j = omega.new_zeros(()), slice(steps[j]), float(rho[j])
+        losses, its, rho_j = omega.new_zeros(()), slice(K_i[j]), float(rho[j])
         for k, (y, w_k) in enumerate(zip(Y[idx[its, j]], w[its, j])):
             g.copy_(b[j])               # the affine term, to which backward() adds the gradient of f_i
             if rho_j:
@@ -273,26 +275,22 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
             theta.mul_(1 - lr * weight_decay).sub_(g, alpha=lr * (clip / norm if norm > clip else 1.0))
         return theta, losses
 
-    def many(j, K_j=None):      # `vmap`: the clients j, a tensor of indices; or one client, compiled
-        # functional_call changes the model while it is in use: a thread has a copy
-        its, rho_j, b_j, own = slice(K_j), rho[j], b[j], copy.deepcopy(model) if loop else model
+    def many(j):    # `vmap`: the clients j, a tensor of indices
+        rho_j, b_j = rho[j], b[j]
         theta, losses = omega.expand_as(b_j).clone(), torch.zeros_like(rho_j)
-        for x, y, w_k in zip(batches(its, j), Y[idx[its, j]], w[its, j]):
-            theta, loss = step(own, *same, theta, rho_j, b_j, x, y, w_k)
+        for x, y, w_k in zip(batches(slice(None), j), Y[idx[:, j]], w[:, j]):
+            theta, loss = step(model, named, precision, criterion, *numbers, theta, rho_j, b_j, x, y, w_k)
             losses = losses + loss
-            theta = theta.clone() if compiled and not loop else theta       # a CUDA graph writes it anew
+            theta = theta.clone() if compiled else theta        # a CUDA graph writes it anew
         return theta, losses
 
-    step = _step if loop else _steps
-    if compiled:
-        step = torch.compile(step, mode="default" if loop else "reduce-overhead")
-    numbers = [omega.new_full((), x) for x in (lr, weight_decay, clip)]     # floats would be compiled in
-    same = names(model), precision, criterion, *numbers
     if loop:
-        steps = (filled > 0).sum(dim=0).tolist()
-        task = (lambda j: many(j, steps[j])) if compiled else one
-        theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(task, range(m)))
+        K_i = (filled > 0).sum(dim=0).tolist()
+        theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(one, range(m)))
         return torch.stack(theta_i), torch.stack(loss_i)
+    step = torch.compile(_steps, mode="reduce-overhead") if compiled else _steps
+    named = names(model)
+    numbers = [omega.new_full((), x) for x in (lr, weight_decay, clip)]     # floats would be compiled in
     theta_i, loss_i = zip(*map(many, torch.arange(m, device=idx.device).split(chunk or m)))
     return torch.cat(theta_i), torch.cat(loss_i)
 

@@ -10,6 +10,7 @@ The other files of its folder are printouts: written, never read.
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import functools
@@ -51,12 +52,12 @@ ALPHA = {
     "feddc": dict(mnist={100: 0.1}, emnist={100: 0.1, 500: 0.2},
                   cifar10={100: 0.01, 500: 0.05}, cifar100={100: 0.01, 500: 0.05})}
 WEIGHT_DECAY = {"fedprox": 1e-5}        # every other method 1e-3
-# Flags that make no other run: they change at most its rounding, where it ends or where it is kept, or
+# Not part of a run's identity: they change at most its rounding, where it ends or where it is kept, or
 # settings hold them by another name (algo, seeds, given, like).
 NOT_SETTINGS = {"algo", "given", "seeds", "like", "data_dir", "device", "state_device", "mode", "chunk",
                 "compile", "out", "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")
-# Flags that change nothing but beside one of these values of another.
+# Flags that count only if another has one of these values.
 NEEDS = dict(
     letters=("dataset", ["emnist"]), hidden=("model", ["fcn"]), shards=("partition", ["shards"]),
     dir_alpha=("partition", ["dirichlet", "dirichlet-class"]),
@@ -66,7 +67,7 @@ STAMPS = {}                             # checkpoint.pt -> its time of change wh
 
 # What does not change during a run: the data, each client's samples (indices of X) and label counts
 # (N, classes), the model, its first parameters, this process's device and rank, the number W of processes.
-Federation = namedtuple("Federation", "X Y X_test Y_test shares labels model omega device rank W")
+Federation = namedtuple("Federation", "X Y X_test Y_test shares counts model omega device rank W")
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -102,6 +103,7 @@ def simulate(run, fed, args):
         if fed.rank == 0:
             progress(settings, log, args)
             warn(settings, log, largest, fed, warned)
+        # the signal to end by (0: none), and whether a save is due
         word = [max(SIGNALS, default=0), time.perf_counter() - saved >= args.checkpoint_every]
         if fed.W > 1:
             dist.broadcast_object_list(word)        # rank 0's counts
@@ -155,22 +157,20 @@ def plan_round(settings, fed, t, dtype):
     if settings["augment"]:
         draws = data.augment_draws(mine, K_i, w, seed, t)
         batches.update(augment=data.augment, draws=tensor(draws, torch.int64))
-    n = fed.labels.sum(axis=1)
+    n = fed.counts.sum(axis=1)
     return Round(
         t=t, T=settings["rounds"], N=N, m=len(cohort), p=data.rate_in_force(N, p, settings["sampling"]),
         lr=settings["lr"] * settings["lr_decay"] ** (t - 1), lr0=settings["lr"],
         num_rows=len(range(fed.rank, N, fed.W)), i=tensor(mine // fed.W, torch.int64), K_i=tensor(K_i),
-        n_i=tensor(n[mine]), size_i=tensor(n[mine] / n.mean()), labels_i=tensor(fed.labels[mine])), batches
+        n_i=tensor(n[mine]), size_i=tensor(n[mine] / n.mean()), labels_i=tensor(fed.counts[mine])), batches
 
 
 @torch.no_grad()
 def evaluate(model, theta, X, Y, batch=None, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
     batch = batch or (2000 if X.is_cuda else 250)       # on a CPU the CNN is faster so
-    modes = [module.training for module in model.modules()]
-    out = torch.cat([forward(model.eval(), theta, x, precision) for x in X.split(batch)])   # (n, classes)
-    for module, mode in zip(model.modules(), modes):
-        module.training = mode
+    model = copy.deepcopy(model).eval()                 # the caller's stays in its mode
+    out = torch.cat([forward(model, theta, x, precision) for x in X.split(batch)])      # (n, classes)
     loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
     loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
     return 100 * right / n, loss / n
@@ -235,15 +235,16 @@ def load(folder, settings, fed):
         run = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         known = run["settings"]
         names = [name for name in settings | known if settings.get(name) != known.get(name)]
-        summarise(run["log"], len(run["state"]["omega"]))       # all there?
+        run["state"]["omega"], summarise(run["log"], 0)         # all there?
     except (PermissionError, MemoryError):
         raise
     except Exception as error:      # torch raises many kinds for a damaged file
         if "to allocate" in str(error):
             raise
         stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove its folder to start anew")
-    for name in names:
-        stop(2, f"{path}: its run has {name} {known.get(name)}, not {settings.get(name)}; use another --out")
+    if names:
+        own, asked = (x.get(names[0]) for x in (known, settings))
+        stop(2, f"{path}: its run has {names[0]} {own}, not {asked}; use another --out")
     return run
 
 
@@ -260,7 +261,7 @@ def save(folder, run, fed, args):
         mine = {name: x.cpu() for name, x in state.items() if name.endswith("_i")}
         everyones = [None] * fed.W if fed.rank == 0 else None
         dist.gather_object(mine, everyones)
-        order = torch.cat([torch.arange(rank, len(fed.labels), fed.W) for rank in range(fed.W)]).argsort()
+        order = torch.cat([torch.arange(rank, len(fed.counts), fed.W) for rank in range(fed.W)]).argsort()
         if fed.rank == 0:
             state = state | {name: torch.cat([rows[name] for rows in everyones])[order] for name in mine}
     if fed.rank == 0:
@@ -308,7 +309,7 @@ def write(path, content):
 
 def announce(folder, run, fed, args):
     """Say what is about to be played, or that nothing is left; write the printouts anew."""
-    settings, log, n = run["settings"], run["log"], fed.labels.sum(axis=1)
+    settings, log, n = run["settings"], run["log"], fed.counts.sum(axis=1)
     if changed(folder / "checkpoint.pt") != STAMPS[folder / "checkpoint.pt"]:       # since all were loaded
         stop(1, f"{folder}: another process has played this run; --resume takes its rounds")
     folder.mkdir(parents=True, exist_ok=True)
@@ -342,7 +343,7 @@ def progress(settings, log, args):
 
 def warn(settings, log, largest, fed, warned):
     """Say once what overshoots, or that nothing is learnt; of a run that diverged, what is most at fault."""
-    algo, lr, guess = settings["algo"], settings["lr"], math.log(max(fed.labels.shape[1], 2))
+    algo, lr, guess = settings["algo"], settings["lr"], math.log(max(fed.counts.shape[1], 2))
     decay = settings["lr_decay"] ** (len(log) - 1)
     growth = decay * largest.get("gate", 0) if settings["hyper"].get("correction") == "state" else 0
     loss = min(row["train_loss"] for row in log[-10:]) if len(log) >= 10 else 0
@@ -460,7 +461,7 @@ def flag_parser():
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="which GPU: CUDA_VISIBLE_DEVICES")
     add("--mode", choices=("auto", "loop", "vmap"), default="auto", help="clients one by one, or at once")
     add("--chunk", type=number(int, 0), default=0, help="vmap: at most so many clients at once; 0: all")
-    add("--compile", **yes, help="compile the step (vmap: once a size of cohort); needs a C++ compiler")
+    add("--compile", **yes, help="vmap: compile the step, once a size of cohort; needs a C++ compiler")
     add("--precision", choices=("float32", "tf32", "bf16"), default="float32",
         help="of the model; tf32: CUDA only; bf16: by autocast, fast on GPUs and on CPUs that have it")
     add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: per-client rows in host memory")
@@ -569,8 +570,8 @@ def open_device(args):
         stop(2, "--state-device cpu: works in one process; start without torchrun")
     if W > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
-    if args.chunk and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
-        stop(2, f"--chunk {args.chunk}: works with --mode vmap")
+    if (args.chunk or args.compile) and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
+        stop(2, "--chunk and --compile: work with --mode vmap")
     if args.precision == "tf32" and not cuda:
         stop(2, "--precision tf32: works on CUDA only; use float32 or bf16")
     if not cuda:
@@ -592,6 +593,7 @@ def load_data(args, device):
             dist.barrier()
     if args.dataset.endswith(".npz"):
         path = Path(args.dataset).expanduser()
+        # both become settings
         args.contents, args.dataset = hashlib.sha256(path.read_bytes()).hexdigest()[:8], path.name
     return dataset
 
@@ -599,10 +601,12 @@ def load_data(args, device):
 def plan_runs(args, device):
     """The runs of every method under every seed, [(run, fed), ...], as their folders hold them."""
     dataset, runs = load_data(args, device), []
+    # the methods share a seed's split and first model
     feds = {seed: federate(settings_for(args.algo[0], seed, args), dataset, device) for seed in args.seeds}
     for algo in args.algo:
         for seed, fed in feds.items():
-            split = hashlib.sha256(np.concatenate([fed.labels.sum(axis=1), *fed.shares]).tobytes())
+            # a version of numpy that draws otherwise makes another run
+            split = hashlib.sha256(np.concatenate([fed.counts.sum(axis=1), *fed.shares]).tobytes())
             settings = settings_for(algo, seed, args) | {"split": split.hexdigest()[:8]}
             folder = folder_of(settings, args)
             run = load(folder, settings, fed)

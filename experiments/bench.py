@@ -15,7 +15,6 @@ import csv
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -155,8 +154,6 @@ def ours(model, X, Y, parts, cohort, precisions=("float32",)):
         local_sgd(model, omega, b.new_zeros(len(b)), b, X, Y, idx, w, LR, DECAY, CLIP, precision=precision,
                   **how)
     ways = {"loop": dict(mode="loop"), "vmap": dict(mode="vmap")}
-    if any(map(shutil.which, ("g++", "clang++", "c++"))):
-        ways["loop, compiled"] = dict(mode="loop", compiled=True)
     if X.is_cuda:
         ways = {"vmap": dict(mode="vmap"), "vmap, compiled": dict(mode="vmap", compiled=True)}
     return {f"{name}, {precision}": lambda precision=precision, how=how: train(precision, **how)

@@ -262,11 +262,11 @@ def split(args):
     """Label counts: a column a client, a row a class."""
     given, settings, fed = federation(args.what, "fedavg")
     figure, (ax,) = canvas(8, 2.6)
-    shown = ax.imshow(fed.labels.T, aspect="auto", cmap="cividis", interpolation="nearest", origin="lower")
+    shown = ax.imshow(fed.counts.T, aspect="auto", cmap="cividis", interpolation="nearest", origin="lower")
     figure.colorbar(shown, label="samples", pad=0.01)
-    n = fed.labels.sum(axis=1)
+    n = fed.counts.sum(axis=1)
     how = settings["partition"] + f" {settings['dir_alpha']}" * settings["partition"].startswith("dirichlet")
-    ax.set(xlabel="client", ylabel="class", yticks=range(0, len(fed.labels[0]), 1 + len(fed.labels[0]) // 20))
+    ax.set(xlabel="client", ylabel="class", yticks=range(0, len(fed.counts[0]), 1 + len(fed.counts[0]) // 20))
     ax.set_title(f"{settings['dataset']}, {how}, seed {settings['seed']}: {len(n)} clients of {n.min()} to "
                  f"{n.max()} samples")
     ax.grid(False)

@@ -45,7 +45,8 @@ OFF = " --gate-ratio off --beta 0"
 TUNED = " --alpha 0.05 --gate-shape clip"       # the paper's alpha for this setting, Section 2's option
 NO_GATE = {"fedssg stable, phi = 1": STABLE + OFF}
 FIVE = SSG | NO_GATE | DC | SCAFFOLD
-READINGS = {"fedssg main": MAIN, "fedssg main, alpha 0.05, clip": MAIN + TUNED, "fedssg appendix": APPENDIX,
+READINGS = {"fedssg main": MAIN, "fedssg main, alpha 0.05, clip": MAIN + TUNED,
+            "fedssg main, Eq. (6)'s alpha 0.05": MAIN + " --gate-scale 0.05", "fedssg appendix": APPENDIX,
             "fedssg appendix, clip": APPENDIX + TUNED, "feddyn, alpha 0.05": "--algo feddyn --alpha 0.05"}
 PHI = {"": "", ", phi = 1": OFF, ", phi = 2": " --gate-ratio off --beta 1",
        ", running clip": " --gate-ratio running --gate-shape clip --beta 0"}
@@ -57,7 +58,7 @@ PARTS = {name + part: flags + how for name, flags in SSG.items() for part, how i
     "fedssg, no correction": GATES["fedssg, no correction"]}    # in which alone stable and released differ
 SWEEP = {**dict.fromkeys(SSG, (0.01, 0.03, 0.05, 0.1, 0.3, 1)), "feddc": (0.003, 0.01, 0.03, 0.1, 0.3),
          "feddyn": (0.003, 0.01, 0.03, 0.1)}
-FEW_SWEEP = {"fedssg stable": (0.01, 0.05, 0.2, 0.4, 0.7), "feddc": (0.02, 0.1, 0.2, 0.7)}
+FEW_SWEEP = {"fedssg stable": (0.01, 0.2, 0.4, 0.7), "feddc": (0.02, 0.2, 0.7)}      # beside 0.05 and 0.1
 ALPHAS, FEW_ALPHAS = (
     {f"{name}, alpha {a:g}": f"{EIGHT[name]} --alpha {a}" for name, each in sweep.items() for a in each}
     for sweep in (SWEEP, FEW_SWEEP))
@@ -93,8 +94,8 @@ STUDIES = {
     **{f"epochs-{E}": study(f"Larger E? MNIST 15 %, Dir 0.3, E {E}", f"{MNIST} --local-epochs {E}",
                             SSG | DC | SCAFFOLD | AVG, 5, to=97) for E in (1, 5, 10)},
     "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, EIGHT, 3, 95, 97),
-    "few-alpha": study("Few of many, with other alphas? MNIST, 500 clients, 2 %, Dir 0.3", MANY, FEW_ALPHAS,
-                       3, 95, 97),
+    "few-alpha": study("Few of many, with other alphas? MNIST, 500 clients, 2 %, Dir 0.3", MANY,
+                       {"fedssg stable": STABLE} | DC | FEW_ALPHAS, 3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} --participation {p / 100} {flags}",
                                    EIGHT, 3, to=97) for p in (15, 10) for split, flags in SPLITS.items()},
     "alpha": study("Is the order an effect of tuning? MNIST 15 %, Dir 0.3", MNIST, ALPHAS | SSG | DC, 3,
@@ -104,7 +105,7 @@ STUDIES = {
                                f"--dataset cifar10_jpeg.npz --like cifar10{flag}", CIFAR, 1, 60, 70, 75, 80,
                                to=80, limit=limit, like="cifar10")
        for name, kind, flag, limit in (("", "", "", 150), ("-280", ", 280 rounds", "", 280),
-                                       ("-bf16", ", bf16", " --precision bf16", 280))},
+                                       ("-bf16", ", bf16", " --precision bf16", 150))},
     "smoke": study("Ten seconds: does it run?", "--dataset synthetic --num-clients 8 --hidden 8 --rounds 3",
                    SSG | DC, 2, 20)}
 ALL = [name for name in STUDIES if name != "smoke"]
