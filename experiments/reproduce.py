@@ -43,6 +43,7 @@ DC, SCAFFOLD, DYN, AVG = ({x: f"--algo {x}"} for x in ("feddc", "scaffold", "fed
 EIGHT = SSG | DC | SCAFFOLD | DYN | {x: f"--algo {x}" for x in ("fedvra", "feddisco", "fedprox")} | AVG
 OFF = " --gate-ratio off --beta 0"
 TUNED = " --alpha 0.05 --gate-shape clip"       # the paper's alpha for this setting, Section 2's option
+DECAYS = {"fedprox": "--algo fedprox"} | AVG | {"fedavg, decay 1e-5": "--algo fedavg --weight-decay 1e-05"}
 NO_GATE = {"fedssg stable, phi = 1": STABLE + OFF}
 FIVE = SSG | NO_GATE | DC | SCAFFOLD
 READINGS = {"fedssg main": MAIN, "fedssg main, alpha 0.05, clip": MAIN + TUNED,
@@ -91,6 +92,8 @@ STUDIES = {
     "gate-end": study("Does the gate matter at the end? MNIST 15 %", MNIST, SSG | NO_GATE | DC, 3, 97),
     "gate-500": study("Does the gate matter? MNIST, 500 clients, 2 %, Dir 0.3", MANY, GATES | DC, 10, to=97),
     "parts": study("What do the parts give? MNIST 15 %, Dir 0.3", MNIST, PARTS | DC, 10, to=97),
+    "decay": study("Does FedProx lead by its weight decay? MNIST 15 %, Dir 0.3", MNIST,
+                   DECAYS, 3, to=97),
     **{f"epochs-{E}": study(f"Larger E? MNIST 15 %, Dir 0.3, E {E}", f"{MNIST} --local-epochs {E}",
                             SSG | DC | SCAFFOLD | AVG, 5, to=97) for E in (1, 5, 10)},
     "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, EIGHT, 3, 95, 97),
