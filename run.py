@@ -366,16 +366,17 @@ def warn(settings, log, largest, fed, warned):
 
 
 def table(results, args):
-    """A line for each method. Rounds are a mean over seeds; the speed-up is over the first method."""
+    """A line for each method. Rounds are a mean over the seeds that got there. The speed-up is over the first
+    method, if every seed of both got there: a part of them would flatter."""
     to_target = f"rounds to {args.target_acc:g} %"
     print(f"\n{'method':10}{'last 50 (%)':>16}{to_target:>20}{'speed-up':>10}{'s/round':>9}")
-    first = [run["rounds_to_target"] for run in next(iter(results.values())) if run["rounds_to_target"]]
+    first = [run["rounds_to_target"] for run in next(iter(results.values()))]
     for algo, runs in results.items():
         met = [run["rounds_to_target"] for run in runs if run["rounds_to_target"]]
         rounds = f"{np.mean(met):.4g}" if met else "-"
         if 0 < len(met) < len(runs):
             rounds += f" ({len(met)} of {len(runs)})"
-        speed_up = f"{np.mean(first) / np.mean(met):.2f}x" if first and met else "-"
+        speed_up = f"{np.mean(first) / np.mean(met):.2f}x" if all(first) and len(met) == len(runs) else "-"
         seconds = np.mean([run["seconds_per_round"] for run in runs])
         print(f"{algo:10}{accuracy(runs):>16}{rounds:>20}{speed_up:>10}{seconds:9.2f}", flush=True)
 
@@ -435,7 +436,8 @@ def flag_parser():
     add("--data-dir", default="data", help="folder of the data sets, in torchvision's layout")
     add("--augment", choices=("auto", "none"), default="auto", help="auto: flips and shifts for CIFAR")
     add("--model", choices=models.MODELS, help="default: by data set")
-    add("--hidden", type=count, nargs="+", help="fcn: sizes of the hidden layers (default: by data set)")
+    add("--hidden", type=number(int, 1, 10 ** 5), nargs="+",
+        help="fcn: sizes of the hidden layers (default: by data set)")
     add("--num-clients", type=count, default=100, help="N")
     add("--participation", type=share, help="p (default: by data set)")
     add("--sampling", choices=data.SAMPLINGS, default="fixed",

@@ -1152,7 +1152,7 @@ def test_cli_summary_and_table_by_hand(capsys):
     assert lines[1:7] == ["fedavg 91.00 ± 0.50 76 1.00x 0.50", "fedssg 98.00 ± 0.25 24 3.17x 0.50",
                           "feddyn 90.00 ± 1.00 - - 0.50", "feddc 90.00 (last) 9 8.44x 0.50",
                           "fedvra - - - 0.50", "scaffold diverged 9 8.44x 0.50"]
-    assert lines[8:] == ["fedavg 92.00 ± 1.41 80 1.00x 0.50", "fedssg 96.50 ± 0.71 20 (1 of 2) 4.00x 0.50"]
+    assert lines[8:] == ["fedavg 92.00 ± 1.41 80 1.00x 0.50", "fedssg 96.50 ± 0.71 20 (1 of 2) - 0.50"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -1735,7 +1735,8 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
     flags = f"{reproduce.STUDIES['smoke']['setting']} --algo feddc"
     for seed, accs in enumerate([(10, 20, 30), (10, 10, 20)]):
         run_folder(tmp_path / "runs", flags, seed, accs)
-    results = ["--results", str(tmp_path / "results")]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    results = ["--results", "~/results"]
     reproduce.main(["--harvest", str(tmp_path / "runs"), *results])
     with pytest.raises(SystemExit, match="2"):
         reproduce.main(["--harvest", str(tmp_path / "runs"), "--dry-run", *results])
@@ -1744,6 +1745,12 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
         patch.setattr(subprocess, "Popen", lambda command, **_: command)
         command, _ = reproduce.start(("cifar10", "", "--dataset cifar10_jpeg.npz", "", "0"), args)
     assert command[2:4] == ["--dataset", "my data/cifar10_jpeg.npz"]
+    args = SimpleNamespace(out=tmp_path / "runs", results=tmp_path / "other")
+    broken = run_folder(args.out, "--algo fedavg") / "config.json"
+    broken.write_text("{")                              # another run's folder does not matter
+    task = "smoke", "feddc", flags, reproduce.id_of(reproduce.resolve(flags)), "1"
+    assert reproduce.finish(SimpleNamespace(returncode=0), None, task, args) == 0
+    assert reproduce.measured(args.results)[task[3:]]["best"] == "20.00"
     bare = subprocess.run([sys.executable, "-S", reproduce.__file__, "all", "--dry-run"], text=True,
                           stderr=subprocess.PIPE)                    # -S: without the packages installed
     assert bare.returncode == 2 and bare.stderr.count("\n") == 1 and "No module named" in bare.stderr
@@ -1786,7 +1793,8 @@ def test_experiments_figures_fit_and_label(tmp_path, capsys, monkeypatch):
             (f"scatter --points {tmp_path}", "x.png", "no such file"), ("scatter", "mine.png", "mine.csv"),
             (f"targets {tmp_path / 'two'}", "x.png", "targets 95 and 97 %"),
             ("scatter --dataset synthetic --rounds 10", "x.png", "less than 10, the last round played"),
-            (f"curves end --results {tmp_path}", "x.png", "nothing to draw")]:
+            (f"curves end --results {tmp_path}", "x.png", "no runs.csv"),
+            ("scatter --dataset synthetic --num-clients 4 --hidden 2 --lr 1e8", "x.png", "diverged at")]:
         with pytest.raises(SystemExit, match="2"):
             figures.main([*what.split(), "--out", str(tmp_path / out)])
         assert says in capsys.readouterr().err and not (tmp_path / out).exists()

@@ -114,14 +114,17 @@ def curves(args):
     order = sorted(lines, key=last.get, reverse=True) or stop("nothing to draw: no run has an evaluation")
     shared = {label: sorted(set.intersection(*map(set, lines[label].values()))) for label in order}
     look, T = styles(sorted(lines)), max(at[-1] for at in shared.values())      # rounds that all seeds have
-    (figure, axes), late = canvas(8, 3.6, ncols=2), []
+    names = {label: f"{label}, {len(seeds)} seeds" if len(seeds) > 1 else f"{label}, seed {[*seeds][0]}"
+             for label, seeds in lines.items()}
+    columns = max(1, 120 // (max(map(len, names.values())) + 10))       # of the legend: as many as fit
+    (figure, axes), late = canvas(8, 3.2 + 0.2 * math.ceil(len(names) / columns), ncols=2), []
     for label in order:
         seeds = list(lines[label].values())
         at = shared[label]
         middle, least, most = ([f(curve[t] for curve in seeds) for t in at] for f in (mean, min, max))
-        name = f"{label}, {len(seeds)} seeds" if len(seeds) > 1 else f"{label}, seed {[*lines[label]][0]}"
         for ax in axes:
-            ax.plot(at, middle, color=look[label][0], linestyle=look[label][1], linewidth=1.3, label=name)
+            ax.plot(at, middle, color=look[label][0], linestyle=look[label][1], linewidth=1.3,
+                    label=names[label])
             if len(seeds) > 1:
                 ax.fill_between(at, least, most, color=look[label][0], alpha=0.15, linewidth=0)
         late += [acc for t, *both in zip(at, least, most) if t >= T / 3 for acc in both]
@@ -130,9 +133,8 @@ def curves(args):
     for ax in axes:
         ax.set(xlabel="communication round", ylabel="test accuracy (%)")
     figure.suptitle(title, fontsize=9)
-    handles, names = axes[0].get_legend_handles_labels()
-    columns = max(1, 120 // (max(map(len, names)) + 10))        # as many as fit
-    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
+    handles, _ = axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
@@ -292,6 +294,8 @@ def scatter(args):
             run.play_round(settings, fed, s, t, given)
             parts = (fed.X, fed.Y), (fed.X[own], fed.Y[own])
             losses.append([float(run.evaluate(fed.model, s["omega"], *part)[1]) for part in parts])
+            if not all(map(math.isfinite, losses[-1])):
+                stop(f"{name}: diverged at round {t}; lower --lr")
         label = f"{name} {settings.get('form', '')}".strip()
         points[label] = [(t, *(after - before for before, after in zip(*pair)))
                          for t, pair in enumerate(zip(losses, losses[1:]), 2)]
@@ -354,6 +358,9 @@ def main(argv=None):
         stop(f"{args.what[0]}: nothing to do with it here")
     elif args.points and not args.points.is_file():
         stop(f"--points {args.points}: no such file")
+    of_results = args.figure == "alpha" or str(args.what[:1] and args.what[0]) in reproduce.STUDIES
+    if of_results and not (args.results / "runs.csv").is_file():
+        stop(f"--results {args.results}: has no runs.csv")
     try:
         draw[args.figure](args).savefig(args.out, dpi=110)
     except (OSError, ValueError, ModuleNotFoundError) as error:

@@ -364,6 +364,13 @@ def start(task, args):
     return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=env), output
 
 
+def run_in(folder):
+    """The id and the seed of the run in a folder; None if it has none that can be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        settings = json.loads((folder / "config.json").read_text())["settings"]
+        return id_of(settings), str(settings["seed"])
+
+
 def finish(process, output, task, args, **known):
     """Keep the result of a task's process and say it; 1 if there is none."""
     where = f"{task[0]}: {task[1]} seed {task[4]}"
@@ -373,9 +380,8 @@ def finish(process, output, task, args, **known):
         ours = process.returncode in (130, -signal.SIGINT)
         print(f"{where}: {'stopped' if ours else f'exit code {process.returncode}: {last}'}", file=sys.stderr)
         return int(not ours)
-    found = {path.parent: json.loads(path.read_text())["settings"] for path in args.out.glob("*/config.json")}
-    rows = [row_of(folder, STUDIES[task[0]]["targets"], **known)[:2] for folder, s in found.items()
-            if (id_of(s), str(s["seed"])) == task[3:]]
+    found = [folder for folder in args.out.iterdir() if run_in(folder) == task[3:]]
+    rows = [row_of(folder, STUDIES[task[0]]["targets"], **known)[:2] for folder in found]
     if not rows:
         print(f"{where}: no folder in {args.out} has its settings", file=sys.stderr)
         return 1
@@ -566,9 +572,10 @@ def main(argv=None):
     add("--seeds", type=int, default=math.inf, help="the first so many of a study's seeds (all)")
     add("--workers", type=int, default=1, help="runs at once (1)")
     add("--threads", type=int, default=1, help="of each run (1); --harvest: that the folders were made with")
-    add("--data-dir", default="data", help="folder of the data sets (data)")
-    add("--out", type=Path, default=Path("runs"), help="folder of the runs (runs)")
-    add("--results", type=Path, default=HERE / "results", help="folder of runs.csv, ids.csv and curves/")
+    add("--data-dir", type=os.path.expanduser, default="data", help="folder of the data sets (data)")
+    folder = lambda text: Path(text).expanduser()       # noqa: E731
+    add("--out", type=folder, default=Path("runs"), help="folder of the runs (runs)")
+    add("--results", type=folder, default=HERE / "results", help="folder of runs.csv, ids.csv and curves/")
     args = parser.parse_args(argv)
     if args.list:
         for name, s in STUDIES.items():
