@@ -8,7 +8,7 @@ the client loop. Equation numbers count through the paper and its appendices.
     S^t, m       r.i, r.m          (m,)      the cohort of round t (as indices of rows), its size
     p            r.p                         the probability with which a client takes part in a round
     t, T         r.t, r.T                    round (from 1), horizon
-    K            r.K_i             (m,)      local steps, epochs E times ceil(n_i / B); in Algorithm 1 K is N
+    K            r.K_i             (m,)      local steps, epochs E times ceil(n_i / B); Algorithm 1 writes K for N
     eta          r.lr, r.lr0                 learning rate of this round, of round 1
     omega        s["omega"]        (d,)      the model sent out
     theta_i      theta_i           (m, d)    what client i returns
@@ -47,7 +47,7 @@ State = dict[str, Tensor]                       # everything a method remembers 
 Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_i (m, d)
 
 # Paper and program differ: README, "Where paper and program disagree". `stable` is `released`, the
-# authors' program, but for its correction: not gated, as in Eq. (23) and FedDC.
+# authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23) and FedDC, and eta_t for eta_0.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
