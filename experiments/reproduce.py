@@ -53,6 +53,7 @@ PHI = {"": "", ", phi = 1": OFF, ", phi = 2": " --gate-ratio off --beta 1",
        ", running clip": " --gate-ratio running --gate-shape clip --beta 0"}
 GATES = {name + phi: flags + how for name, flags in SSG.items() for phi, how in PHI.items()} | {
     f"fedssg{phi}, no correction": f"{RELEASED}{how} --correction none" for phi, how in PHI.items()}
+CONSTANT = {f"fedssg stable, phi = {n}": GATES[f"fedssg stable, phi = {n}"] for n in (1, 2)}
 WITHOUT = {"": "", ", no alignment": " --alignment none", ", no memory (phi = 0)": " --gate-scale 0 --beta 0",
            ", no gate (phi = 1)": OFF}
 PARTS = {name + part: flags + how for name, flags in SSG.items() for part, how in WITHOUT.items()} | {
@@ -89,7 +90,7 @@ STUDIES = {
     "fastest-fashion": study("Fastest? FashionMNIST 15 %", "--dataset fashionmnist", EIGHT, 5, 80, 85, to=85),
     "end": study("Best at the end? MNIST 15 %", MNIST, EIGHT, 3, 97, more=dict.fromkeys(SSG | DC, 5)),
     "gate": study("Does the gate matter? MNIST 15 %, Dir 0.3", MNIST, GATES | DC, 10, to=97),
-    "gate-end": study("Does the gate matter at the end? MNIST 15 %", MNIST, SSG | NO_GATE | DC, 3, 97),
+    "gate-end": study("Does the gate matter at the end? MNIST 15 %", MNIST, SSG | CONSTANT | DC, 3, 97),
     "gate-500": study("Does the gate matter? MNIST, 500 clients, 2 %, Dir 0.3", MANY, GATES | DC, 10, to=97),
     "parts": study("What do the parts give? MNIST 15 %, Dir 0.3", MNIST, PARTS | DC, 10, to=97),
     "decay": study("Does FedProx lead by its weight decay? MNIST 15 %, Dir 0.3", MNIST,
