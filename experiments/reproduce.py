@@ -53,7 +53,8 @@ PHI = {"": "", ", phi = 1": OFF, ", phi = 2": " --gate-ratio off --beta 1",
        ", running clip": " --gate-ratio running --gate-shape clip --beta 0"}
 GATES = {name + phi: flags + how for name, flags in SSG.items() for phi, how in PHI.items()} | {
     f"fedssg{phi}, no correction": f"{RELEASED}{how} --correction none" for phi, how in PHI.items()}
-CONSTANT = {f"fedssg stable, phi = {n}": GATES[f"fedssg stable, phi = {n}"] for n in (1, 2)}
+CONSTANT = {x: GATES[x] for x in ("fedssg stable, phi = 1", "fedssg stable, phi = 2",
+                                  "fedssg, phi = 2, no correction")}
 WITHOUT = {"": "", ", no alignment": " --alignment none", ", no memory (phi = 0)": " --gate-scale 0 --beta 0",
            ", no gate (phi = 1)": OFF}
 PARTS = {name + part: flags + how for name, flags in SSG.items() for part, how in WITHOUT.items()} | {
@@ -109,7 +110,7 @@ STUDIES = {
                                f"--dataset cifar10_jpeg.npz --like cifar10{flag}", CIFAR, 1, 60, 70, 75, 80,
                                to=80, limit=limit, like="cifar10")
        for name, kind, flag, limit in (("", "", "", 150), ("-280", ", 280 rounds", "", 280),
-                                       ("-bf16", ", bf16", " --precision bf16", 150))},
+                                       ("-bf16", ", bf16", " --precision bf16", 100))},
     "smoke": study("Ten seconds: does it run?", "--dataset synthetic --num-clients 8 --hidden 8 --rounds 3",
                    SSG | DC, 2, 20)}
 ALL = [name for name in STUDIES if name != "smoke"]
