@@ -8,7 +8,7 @@ the client loop. Equation numbers count through the paper and its appendices.
     S^t, m       r.i, r.m          (m,)      the cohort of round t (as indices of rows), its size
     p            r.p                         the probability with which a client takes part in a round
     t, T         r.t, r.T                    round (from 1), horizon
-    K            r.K_i             (m,)      local steps, epochs E times ceil(n_i / B); Algorithm 1 writes K for N
+    K            r.K_i             (m,)      local steps: epochs E times ceil(n_i / B); Algorithm 1's K is N
     eta          r.lr, r.lr0                 learning rate of this round, of round 1
     omega        s["omega"]        (d,)      the model sent out
     theta_i      theta_i           (m, d)    what client i returns

@@ -504,9 +504,9 @@ def parse(argv):
     if "form" in args and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
     vars(args).setdefault("form", "stable")
-    moved = [x for x in NEEDS if x in args and vars(args)[x] != parser.get_default(x)]
+    asked = [x for x in NEEDS if x in args and vars(args)[x] != parser.get_default(x)]
     fill_in(args)
-    for name in moved:
+    for name in asked:
         other, values = NEEDS[name]
         if vars(args)[other] not in values:
             stop(2, f"{flag('--' + name)}: needs --{other} {' or '.join(values)}")

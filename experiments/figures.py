@@ -358,7 +358,7 @@ def main(argv=None):
         stop(f"{args.what[0]}: nothing to do with it here")
     elif args.points and not args.points.is_file():
         stop(f"--points {args.points}: no such file")
-    of_results = args.figure == "alpha" or str(args.what[:1] and args.what[0]) in reproduce.STUDIES
+    of_results = args.figure == "alpha" or any(str(x) in reproduce.STUDIES for x in args.what)
     if of_results and not (args.results / "runs.csv").is_file():
         stop(f"--results {args.results}: has no runs.csv")
     try:
