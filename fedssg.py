@@ -20,6 +20,8 @@ the client loop. Equation numbers count through the paper and its appendices.
     n_i          r.n_i, r.size_i   (m,)      sample count, and that divided by the mean over all N clients
     alpha, beta  alpha, beta                 strength of the alignment, Eq. (19); offset of the gate,
                                              Algorithm 1. The alpha of Eq. (6) is gate_scale
+    -            kappa                       eta_t K_i alpha_i: what the alignment takes from a client's
+                                             displacement is kappa h_i, whatever the rate, steps and sizes
 
 In shapes, m counts the cohort's members that this process trains, rows the clients it keeps. A name that ends
 in _i has one row per client; one that does not is the server's. A client minimises, by SGD, Eq. (18),
@@ -48,8 +50,9 @@ Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_
 
 # Paper and program differ: README, "Where paper and program disagree". `stable` is `released`, the
 # authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23) and FedDC, and eta_t for eta_0.
+# `scaled` is `stable` with kappa in place of alpha.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
-FORMS = {"stable": STABLE, "released": dict(STABLE, correction="state"),
+FORMS = {"stable": STABLE, "scaled": dict(STABLE, kappa=0.25), "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
          "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1.0)}
 
@@ -91,36 +94,47 @@ def gate(count_i: Tensor, r: Round, *, ratio: str = "horizon", shape: str = "ide
     return scale * g_i + beta       # Eq. (6), whose alpha is scale; beta as in Algorithm 1
 
 
-def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
+def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, kappa: Optional[float] = None,
            gate_ratio: Literal["running", "horizon", "off"] = "horizon",
            gate_shape: Literal["identity", "clip", "logistic"] = "identity", gate_scale: float = 1.0,
-           beta: float = 1.0, alignment: Literal["inner", "prox", "none"] = "inner",
+           beta: float = 1.0, alignment: Literal["inner", "server", "prox", "none"] = "inner",
            correction: Literal["plain", "state", "last", "none"] = "plain") -> dict:
     """One round of FedSSG, by default FORMS["stable"]. Averages plainly over the cohort, as in Eq. (28).
 
+    alpha    the alignment's strength, divided by size_i: alpha_i = alpha / size_i; 0.05 if neither is given
+    kappa    or so: alpha_i = kappa / (eta_t K_i). Not with `prox` or `state`, which it would make unstable
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i
-    Returns what is worth logging, (m,) each: `gate` phi_i, `h_norm` ||h_i||; for `inner` `gain` phi_i eta K_i
-    alpha_i. The alignment alone multiplies h_i by 1 - gain at each participation; above 2 it overshoots.
-    Raises ValueError for an unknown gate, alignment or correction.
+    Returns what is worth logging, (m,) each: `gate` phi_i, `h_norm` ||h_i||; for `inner` `gain` phi_i eta_t K_i
+    alpha_i, which is phi_i kappa; for `server` p phi_i kappa. On constant gradients a participation multiplies
+    what sets a client's memory apart from the mean by 1 - gain if the correction is `none`: it grows above 2.
+    With `plain` it multiplies the change of the last participation by -gain, since c_i takes the pull back:
+    it grows above 1. The server's memory is multiplied by 1 - gain each round.
+    Raises ValueError for an unknown gate, alignment or correction, for alpha beside kappa, and for kappa
+    with `prox` or `state`.
     """
-    omega, h_i, count_i = s["omega"], rows(s, "h_i", r), rows(s, "count_i", r, ())
+    check_strength(alpha, kappa, alignment, correction)
+    omega, count_i = s["omega"], rows(s, "count_i", r, ())
     h = s.setdefault("h", torch.zeros_like(omega))                          # (d,)  mean_N h_i
+    h_i = None if alignment == "server" else rows(s, "h_i", r)              # (rows, d)
 
     # 1. gate
     count_i[r.i] += 1
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)      # (m,)
 
     # 2. alignment: Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
-    alpha_i = alpha / r.size_i                                              # (m,)
+    if kappa is None:
+        alpha_i = (0.05 if alpha is None else alpha) / r.size_i             # (m,)
+    else:
+        alpha_i = kappa / (r.lr * r.K_i)                                    # (m,)
     rho_i, b_i = torch.zeros_like(phi_i), omega.new_zeros(len(r.i), len(omega))     # (m,), (m, d)
     if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
         rho_i = alpha_i * phi_i
         b_i = rho_i[:, None] * (h_i[r.i] - omega)
     elif alignment == "inner":      # alpha_i <theta - (omega - h_i), h_i>
         b_i = alpha_i[:, None] * h_i[r.i]
-    elif alignment != "none":
-        raise ValueError(f"alignment {alignment!r}: use inner, prox or none")
+    elif alignment not in ("server", "none"):
+        raise ValueError(f"alignment {alignment!r}: use inner, server, prox or none")
 
     # 3. correction
     if correction in ("state", "plain"):    # SCAFFOLD's control variates
@@ -134,9 +148,12 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
 
     # 4. memory and server step
     theta_i = train(rho_i, b_i)                                             # (m, d)
-    D_i = theta_i - omega                                                   # (m, d)
+    own_D_i = D_i = theta_i - omega                                         # (m, d)
+    if alignment == "server":       # what `inner` would have taken from the displacements' mean, at equal h_i
+        D_i = D_i - kappa * h
     gated_D_i = phi_i[:, None] * D_i                                        # (m, d)
-    h_i[r.i] += gated_D_i                                                   # Eq. (7)
+    if h_i is not None:
+        h_i[r.i] += gated_D_i                                               # Eq. (7)
     sum_D, sum_gated = total(D_i, gated_D_i)
     h += sum_gated / r.N                                                    # h = mean_N h_i
     move = sum_D / r.m + h                                                  # (d,)
@@ -146,15 +163,27 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: float = 0.05,
     if correction in ("state", "plain"):
         # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. With eta_t that
         # recursion would multiply c_i - c by 1 - phi, which is -1 at the end
-        step_i, lr = (gated_D_i, r.lr0) if correction == "state" else (D_i, r.lr)
+        step_i, lr = (gated_D_i, r.lr0) if correction == "state" else (own_D_i, r.lr)
         dc_i = -c - step_i / (r.K_i * lr)[:, None]                          # (m, d)
         c_i[r.i] += dc_i
         c += total(dc_i)[0] / r.N                                           # c = mean_N c_i
     elif correction == "last":
-        D_last_i[r.i] = D_i
+        D_last_i[r.i] = own_D_i
         D_last.copy_(move)
+    if alignment == "server":
+        return {"gate": phi_i, "h_norm": h.norm().expand_as(phi_i), "gain": r.p * phi_i * kappa}
     log = {"gate": phi_i, "h_norm": h_i[r.i].norm(dim=1)}
     return log | ({"gain": phi_i * r.lr * r.K_i * alpha_i} if alignment == "inner" else {})
+
+
+def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: str, correction: str) -> None:
+    """Raise ValueError for a strength that `fedssg` does not take with this alignment and correction."""
+    if kappa is not None and alpha is not None:
+        raise ValueError("alpha and kappa: two ways to set one strength; give one")
+    if kappa is not None and (alignment == "prox" or correction == "state"):
+        raise ValueError("kappa: would be unstable with alignment prox and with correction state; give alpha")
+    if kappa is None and alignment == "server":
+        raise ValueError("alignment server: has no alpha; give kappa")
 
 
 def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor:

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import data
 import models
 from baselines import ALGORITHMS
-from fedssg import FORMS, Round, flatten, forward, local_sgd, parts, total, trainable
+from fedssg import FORMS, Round, check_strength, flatten, forward, local_sgd, parts, total, trainable
 
 # What the paper sets by data set; others take MNIST's settings. A table by number of clients is read at the
 # nearest number. alpha is one value, or one each for IID, Dirichlet 0.3 and Dirichlet 0.6.
@@ -347,12 +347,14 @@ def warn(settings, log, largest, fed, warned):
     decay = settings["lr_decay"] ** (len(log) - 1)
     growth = decay * largest.get("gate", 0) if settings["hyper"].get("correction") == "state" else 0
     loss = min(row["train_loss"] for row in log[-10:]) if len(log) >= 10 else 0
+    # see fedssg's docstring
+    gain_limit = 1 if [settings["hyper"].get(x) for x in ("alignment", "correction")] == ["inner", "plain"] else 2
     strength = {"fedprox": "--mu", "fedvra": "--gamma", "fedssg": "--alpha, or --gate-shape clip"}
     strength = f"lower {strength.get(algo, '--alpha')} or --lr"
     found = [       # value, limit, what it is, what to lower or to use
         (lr * decay * largest.get("rho", 0), 1, "eta_t max rho_i", strength),
         (lr * decay * settings["weight_decay"], 2, "eta_t lambda", "lower --lr or --weight-decay"),
-        (largest.get("gain", 0), 2, "phi eta K alpha", "lower --alpha or --lr"),
+        (largest.get("gain", 0), gain_limit, "phi eta K alpha", "lower --alpha (or --kappa) or --lr"),
         (growth, 2, "phi eta_t / eta_0", "use --correction plain, as --form stable does"),
         (loss, 2 * guess, f"the train loss of ten rounds, with ln(classes) {guess:.3g},", "lower --lr")]
     value, limit, what, advice = max(found, key=lambda x: x[0] / x[1] if math.isfinite(x[0]) else 0)
@@ -479,7 +481,8 @@ def flag_parser():
             options = dict(choices=get_args(p.annotation))
         elif p.default == "auto":
             options["type"] = lambda text: text if text == "auto" else number(float, 0)(text)
-        defaults = ", ".join(f"{algo} {p.default}" for algo, p in users.items())
+        defaults = ", ".join(f"{algo} {'by form and data set' if p.default is None else p.default}"
+                             for algo, p in users.items())
         group.add_argument(flag(f"--{name}"), help=f"default: {defaults}", **options)
     return parser
 
@@ -510,6 +513,12 @@ def parse(argv):
         other, values = NEEDS[name]
         if vars(args)[other] not in values:
             stop(2, f"{flag('--' + name)}: needs --{other} {' or '.join(values)}")
+    if "fedssg" in args.algo:
+        hyper = settings_for("fedssg", 0, args)["hyper"]
+        try:
+            check_strength(*(hyper.get(name) for name in ("alpha", "kappa", "alignment", "correction")))
+        except ValueError as error:
+            stop(2, f"--alpha, --kappa, --alignment: {error}")
     if args.sampling == "bernoulli" and args.participation * args.num_clients < 1e-3:
         stop(2, "--participation: too few for --sampling bernoulli; use 1e-3 / N or more")
     if args.lr * args.lr_decay ** (args.rounds - 1) < 1e-30:
@@ -541,8 +550,11 @@ def settings_for(algo, seed, args):
             dirichlet = 1 if args.dir_alpha < 0.45 else 2       # nearer to 0.3, or to 0.6
             alpha = alpha[0 if args.partition == "iid" or args.dir_alpha >= 1 else dirichlet]
         hyper["alpha"] = alpha
-    hyper |= FORMS[args.form] if algo == "fedssg" else {}
-    hyper |= {name: value for name, value in args.given.items() if name in hyper}
+    given = {name: value for name, value in args.given.items() if name in hyper}
+    hyper |= (FORMS[args.form] if algo == "fedssg" else {}) | given
+    if hyper.get("kappa") is not None and "alpha" not in given:
+        del hyper["alpha"]          # the preset's
+    hyper = {name: value for name, value in hyper.items() if value is not None}
     settings = {"weight_decay": WEIGHT_DECAY.get(algo, 1e-3), "algo": algo, "seed": seed, "hyper": hyper}
     settings |= {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
     if algo != "fedssg":

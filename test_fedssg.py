@@ -263,6 +263,14 @@ BY_HAND = {     # method, hyper-parameters, penalty, state after the round
     "released": (fedssg, dict(FORMS["released"], alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(
         SSG, c_i=[0, 1 - 0.5 - 1.4 / (2 * 0.2), -2 - 0.5 + 3.2 / (4 * 0.2), 3], c=[0.375])),
     "stable": (fedssg, dict(alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(SSG, **SCA)),
+    # alpha_i = kappa / (eta_t K_i), so the gain is kappa phi; on the server D_i - kappa h for D_i, no h_i, and
+    # c_i from the displacement itself. h = 0.1, so D_i - 0.5 h = 0.95, -2.05; the gated ones sum to -1.95
+    "scaled": (fedssg, dict(FORMS["scaled"], kappa=0.5),
+               lambda v: 0.5 / (0.1 * v.K) * (v.theta - (v.omega - v.h_i)) * v.h_i + VARIATES(v),
+               dict(SSG, **SCA, log=dict(SSG["log"], gain=[0.7, 0.8]))),
+    "on the server": (fedssg, dict(FORMS["scaled"], kappa=0.5, alignment="server"), VARIATES, dict(
+        SCA, count_i=[0, 2, 3, 0], h=[0.1 - 1.95 / 4], omega=[2 + (0.95 - 2.05) / 2 + 0.1 - 1.95 / 4],
+        log=dict(gate=[1.4, 1.6], h_norm=[1.95 / 4 - 0.1] * 2, gain=[0.5 * 0.5 * 1.4, 0.5 * 0.5 * 1.6]))),
     "main": (fedssg, dict(FORMS["main"], alpha=0.3), lambda v: v.gate * DRIFT(v), dict(     # phi = 4/3, 2
         count_i=[0, 2, 3, 0], h_i=[0, 0.4 + 4 / 3, -0.6 - 4, 0.6], h=[0.1 + (4 / 3 - 4) / 4],
         omega=[2 - 0.5 + 0.1 - 2 / 3], log=dict(gate=[4 / 3, 2], h_norm=[0.4 + 4 / 3, 4.6]))),
@@ -347,6 +355,62 @@ def test_method_control_variates_at_a_constant_rate(form, grows):
                **FORMS[form], alpha=0.0)
         size.append((s["c_i"][0] - s["c"]).norm())
     assert max(size[:50]) < 10 and (max(size) > 1e3 if grows else max(size) < 10)
+
+
+def drift(alignment, correction, phi, kappa, rounds=40, N=4, K=3, rate=0.1, **more):
+    """fedssg on constant gradients A_i, all clients in each of `rounds` rounds, phi constant; the states."""
+    s = {"omega": torch.zeros(3, dtype=F64)}
+    for t in range(1, rounds + 1):
+        r = make_round(range(N), t=t, T=rounds, K=K, lr=rate)
+        fedssg(s, r, lambda rho, b: s["omega"] - rate * K * (A[:N] + b), alignment=alignment, beta=phi,
+               correction=correction, kappa=kappa, **dict(gate_scale=0.0) | more)
+        yield {name: x.clone() for name, x in s.items()}
+
+
+@pytest.mark.parametrize("alignment, correction, limit", [
+    ("inner", "plain", 1), ("inner", "none", 2), ("server", "plain", 2), ("server", "none", 2)])
+def test_method_fedssg_is_stable_up_to_the_stated_gain(alignment, correction, limit):
+    """The memory, or what sets the clients' memories apart, moves as far each round as a geometric sequence:
+    of the gain's limit times 0.95 it dies out, of 1.05 it grows."""
+    for gain, grows in [(0.95 * limit, False), (1.05 * limit, True)]:
+        h = [s["h"] if alignment == "server" else s["h_i"] - s["h"]
+             for s in drift(alignment, correction, phi=1.5, kappa=gain / 1.5)]
+        first, last = (h[1] - h[0]).norm(), (h[-1] - h[-2]).norm()
+        assert last > 2 * first if grows else last < first / 2
+
+
+@pytest.mark.parametrize("gate", [dict(), dict(gate_scale=1.0)])
+def test_method_fedssg_on_the_server_is_as_on_the_clients_where_all_are_alike(gate):
+    """Constant gradients, all take part with the same phi, SCAFFOLD's correction: the pulls -kappa h_i have
+    the mean -kappa h, so the memory may as well be the server's."""
+    clients, server = (list(drift(where, "plain", 1.0, 0.3, **gate)) for where in ("inner", "server"))
+    assert all(close(a["omega"], b["omega"], 1e-8) for a, b in zip(clients, server))
+    assert close(clients[-1]["h"], server[-1]["h"], 1e-8) and "h_i" not in server[-1]
+    assert not close(clients[-1]["h_i"][0], server[-1]["h"], 0.1)
+
+
+def test_method_fedssg_kappa_is_the_memorys_share_of_a_displacement():
+    """For any sizes, steps, rate and round: on a flat loss D_i = -kappa h_i, and gain = kappa phi_i. With
+    alpha a client of one sample among thousands is pulled size_i times as hard."""
+    for t, n, K, rate in [(1, (1, 3999), [1, 400], 0.1), (50, (20, 20), [5, 5], 0.3), (9, (8, 2), [7, 1], 1e-3)]:
+        r, h_i = make_round([0, 1], n, labels=[[1, 0]] * 2, t=t, T=50, K=K, lr=rate), torch.rand(2, 3, dtype=F64)
+        for hyper, share in [(dict(kappa=0.25), torch.full((2,), 0.25)),
+                             (dict(alpha=0.05), 0.05 * rate * r.K_i / r.size_i)]:
+            s, D_i = {"omega": torch.zeros(3, dtype=F64), "h_i": h_i.clone()}, []
+
+            def flat(rho, b):
+                D_i.append(-rate * r.K_i[:, None] * b)
+                return D_i[0]
+            log = fedssg(s, r, flat, correction="none", **hyper)
+            assert close(D_i[0], -share[:, None] * h_i, 1e-6) and close(log["gain"], share * log["gate"], 1e-6)
+
+
+@pytest.mark.parametrize("hyper, says", [
+    (dict(alpha=0.1, kappa=0.1), "give one"), (dict(FORMS["released"], kappa=0.1), "unstable"),
+    (dict(kappa=0.1, alignment="prox"), "unstable"), (dict(alignment="server"), "give kappa")])
+def test_method_fedssg_refuses_a_strength_that_it_cannot_take(hyper, says):
+    with pytest.raises(ValueError, match=says):
+        list(play(fedssg, quadratic(), [[0]], **hyper))
 
 
 def test_method_total_does_not_depend_on_the_order():
@@ -1024,7 +1088,8 @@ REFUSED_FLAGS = """--algo fedsgd; --algo; --algo fedavg --mu 1; --algo fedavg --
 --algo fedvra --dual-step soon; --precision tf32; --precision half
 --sampling bernoulli --participation 1e-9; --chunk 2; --compile; --mode loop --chunk 2
 --partition iid --dir-alpha .1; --shards 3; --letters 26; --partition shards --dir-alpha 1
---rounds 99 --lr-decay .01""".replace("\n", "; ").split("; ")
+--rounds 99 --lr-decay .01; --alpha .1 --kappa .1; --form scaled --alpha .1; --form released --kappa .1
+--alignment prox --kappa .1; --alignment server""".replace("\n", "; ").split("; ")
 
 
 @pytest.mark.parametrize("flags", REFUSED_FLAGS, ids=lambda _: "")
@@ -1035,7 +1100,7 @@ def test_cli_refused_before_data_is_loaded(flags, tmp_path, capsys, monkeypatch)
     assert start("synthetic", tmp_path / "runs", flags) == 2 and not list(tmp_path.iterdir())
     *_, name = [token for token in flags.split() if token.startswith("--")] or [flags]
     err = one_line(capsys, name)
-    others = ("belongs to", "needs", "too few for", "work with")
+    others = ("belongs to", "needs", "too few for", "work with", "give one", "give alpha", "give kappa")
     assert flags.split()[-1] in err or any(says in err for says in others)
 
 
@@ -1081,6 +1146,10 @@ def test_cli_presets():
         plain = settings(form, algo)        # a default spelled out is the same run: 1 and 1.0 hash apart
         spelled = " ".join(f"--{name} {value}" for name, value in plain["hyper"].items())
         assert json.dumps(settings(f"{form} {spelled}", algo)) == json.dumps(plain)
+    assert settings("--kappa .2")["hyper"] == {**FORMS["stable"], "gate_scale": 1.0, "kappa": 0.2}
+    assert settings("--form scaled")["hyper"] == {**FORMS["scaled"], "gate_scale": 1.0}
+    digest = hashlib.sha256(json.dumps(settings(""), sort_keys=True).encode()).hexdigest()[:8]
+    assert digest == "fbb67e41"         # of a01a72f: no new flag moves the folders of old runs
     hyper = settings("--form main --gate-shape clip --beta .5")["hyper"]
     assert hyper == dict(FORMS["main"], gate_shape="clip", beta=0.5, gate_scale=1.0)
     args = run.parse("--algo fedavg fedprox feddyn fedavg --mu .5 --alpha .2".split())
@@ -1526,8 +1595,8 @@ def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("algo, flags, says", [
-    ("fedssg", "", None), ("fedssg", "--alpha 22", "K alpha"), ("fedavg", "--rounds 12", None),
-    ("fedssg", "--form main --alpha 30", "--gate-shape clip"), ("feddyn", "--alpha 11", "eta_t max rho_i"),
+    ("fedssg", "", None), ("fedssg", "--kappa 0.9", "K alpha"), ("fedavg", "--rounds 12", None),
+    ("fedssg", "--kappa 0.9 --correction none", None), ("fedssg", "--form main --alpha 30", "--gate-shape clip"), ("feddyn", "--alpha 11", "eta_t max rho_i"),
     ("fedssg", "--lr-decay 1 --participation .4 --form released", "--form stable"),
     ("fedssg", "--lr-decay 1 --participation .4", None),
     ("scaffold", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1", "ln(classes) 1.1")], ids=lambda _: "")
