@@ -11,7 +11,7 @@ from typing import Literal, Union
 import torch
 from torch import Tensor
 
-from fedssg import Round, State, Train, fedssg, rows, total
+from fedssg import Round, State, Train, by_size, fedssg, rows, total
 
 
 def fedavg(s: State, r: Round, train: Train) -> dict:
@@ -66,7 +66,7 @@ def feddyn(s: State, r: Round, train: Train, *, alpha: float = 0.01) -> dict:
     """
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))
-    alpha_i = alpha / r.size_i                                                  # (m,)
+    alpha_i = by_size(alpha, r)                                                 # (m,)
     theta_i = train(alpha_i, alpha_i[:, None] * (h_i[r.i] - omega))             # (m, d)
     D_i = theta_i - omega
     h_i[r.i] += D_i
@@ -85,7 +85,7 @@ def feddc(s: State, r: Round, train: Train, *, alpha: float = 0.1) -> dict:
     """
     omega, h_i, c_i = s["omega"], rows(s, "h_i", r), rows(s, "c_i", r)
     h, c = s.setdefault("h", torch.zeros_like(omega)), s.setdefault("c", torch.zeros_like(omega))
-    alpha_i = alpha / r.size_i                                                  # (m,)
+    alpha_i = by_size(alpha, r)                                                 # (m,)
     theta_i = train(alpha_i, alpha_i[:, None] * (h_i[r.i] - omega) + c - c_i[r.i])
     D_i = theta_i - omega                                                       # (m, d)
     dc_i = -c - D_i / (r.K_i * r.lr)[:, None]                                   # (m, d)  c_i' - c_i
@@ -128,7 +128,10 @@ def disco_weights(r: Round, a: float, b: float) -> Tensor:
     """FedDisco's weights (m,), of sum 1: relu(n_i/sum_S n - a kl_i + b), or n_i/sum_S n where all are 0.
 
     kl_i = KL(label distribution of i || uniform), divided by its sum over the cohort unless that is 0.
+    Raises ValueError if the Round does not tell the label counts.
     """
+    if r.labels_i is None:
+        raise ValueError("Round.labels_i is missing: how many samples of each class a client has, (m, classes)")
     q_i = r.labels_i / r.n_i[:, None]                                           # (m, classes)
     kl_i = torch.xlogy(q_i, q_i * q_i.shape[1]).sum(dim=1)                      # (m,)  0 log 0 = 0
     sum_kl, sum_n = total(kl_i, r.n_i)
@@ -145,7 +148,7 @@ def feddisco(s: State, r: Round, train: Train, *, alpha: float = 0.01, disco_a: 
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))
     disco_i = disco_weights(r, disco_a, disco_b)                                # (m,)
-    alpha_i = alpha / r.size_i                                                  # (m,)
+    alpha_i = by_size(alpha, r)                                                 # (m,)
     theta_i = train(alpha_i, alpha_i[:, None] * (h_i[r.i] - omega))             # (m, d)
     D_i = theta_i - omega
     h_i[r.i] += D_i

@@ -1,7 +1,13 @@
 """FedSSG (arXiv 2509.13895): expectation-gated, history-aware drift alignment for federated learning.
 
-This file stands alone: torch and the standard library. The method is `gate` and `fedssg`; below is
-the client loop. Equation numbers count through the paper and its appendices.
+This file stands alone: torch and the standard library. Its idea: in every round each client of the cohort
+minimises its own loss plus an affine term that does not change during the round, by SGD, Eq. (18),
+
+    f_i(theta) + (rho_i / 2) ||theta||^2 + <b_i, theta>     with gradient grad f_i(theta) + rho_i theta + b_i
+
+So a method is two things: how it makes (rho, b) before the clients train, and what it does afterwards with
+their displacements D_i = theta_i - omega. `gate` and `fedssg` are the method; below is the client's SGD.
+Equation numbers count through the paper and its appendices.
 
     paper        here              shape     meaning
     N            r.N                         clients
@@ -12,7 +18,7 @@ the client loop. Equation numbers count through the paper and its appendices.
     eta          r.lr, r.lr0                 learning rate of this round, of round 1
     omega        s["omega"]        (d,)      the model sent out
     theta_i      theta_i           (m, d)    what client i returns
-    Delta_i      D_i               (m, d)    theta_i - omega
+    Delta_i      D_i               (m, d)    theta_i - omega, the client's displacement
     h_i          s["h_i"]          (rows, d) drift memory; s["h"] (d,) is its mean over all N clients
     -            s["c_i"], s["c"]  (rows, d) control variates as in SCAFFOLD; their mean over all clients
     c_i^{1:t}    s["count_i"]      (rows,)   how often i was sampled, this round included; Algorithm 1's c_i
@@ -20,21 +26,16 @@ the client loop. Equation numbers count through the paper and its appendices.
     n_i          r.n_i, r.size_i   (m,)      sample count, and that divided by the mean over all N clients
     alpha, beta  alpha, beta                 strength of the alignment, Eq. (19); offset of the gate,
                                              Algorithm 1. The alpha of Eq. (6) is gate_scale
-    -            kappa                       eta_t K_i alpha_i: what the alignment takes from a client's
-                                             displacement is kappa h_i, whatever the rate, steps and sizes
+    -            kappa                       eta_t K_i alpha_i: the alignment takes kappa h_i from a client's
+                                             displacement, whatever the rate, the steps and the sizes
 
 In shapes, m counts the cohort's members that this process trains, rows the clients it keeps. A name that ends
-in _i has one row per client; one that does not is the server's. A client minimises, by SGD, Eq. (18),
-
-    f_i(theta) + (rho_i / 2) ||theta||^2 + <b_i, theta>     so its gradient is grad f_i + rho_i theta + b_i
-
-A method chooses (rho, b) before training and updates the server after it, from D_i = theta_i - omega.
+in _i has one row per client; one that does not is the server's.
 """
 
 import copy
 import functools
 import math
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Callable, Literal, Optional
@@ -48,9 +49,9 @@ from torch.func import functional_call, grad_and_value, vmap
 State = dict[str, Tensor]                       # everything a method remembers between rounds
 Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_i (m, d)
 
-# Paper and program differ: README, "Where paper and program disagree". `stable` is `released`, the
-# authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23) and FedDC, and eta_t for eta_0.
-# `scaled` is `stable` with kappa in place of alpha.
+# Text, appendix and program of the paper are three algorithms: README, "Which form, which method?". `stable`
+# is `released`, the authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23), and eta_t for
+# eta_0. `scaled` is `stable` with kappa in place of alpha.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 FORMS = {"stable": STABLE, "scaled": dict(STABLE, kappa=0.25), "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
@@ -63,16 +64,22 @@ class Round:
     t: int
     T: int
     N: int
-    m: int              # over all processes
-    p: float
+    i: Tensor                           # (m,) int64: the cohort, as indices of this process's rows
     lr: float
     lr0: float
-    num_rows: int       # clients that this process keeps rows of
-    i: Tensor           # (m,) int64: which of them are in the cohort
-    K_i: Tensor         # (m,) 1 or more, of omega's dtype, as are the next three
-    n_i: Tensor         # (m,)
-    size_i: Tensor      # (m,)
-    labels_i: Tensor    # (m, classes) label counts
+    K_i: Tensor                         # (m,) 1 or more, of omega's dtype, as are the next three
+    n_i: Tensor                         # (m,)
+    size_i: Optional[Tensor] = None     # (m,) needed by what has an alpha: `by_size`
+    labels_i: Optional[Tensor] = None   # (m, classes) label counts, needed by FedDisco
+    m: Optional[int] = None             # over all processes; default: len(i), right in one process
+    p: Optional[float] = None           # default: m / N, right for cohorts of a fixed size
+    num_rows: Optional[int] = None      # clients that this process keeps rows of; default: N
+
+    def __post_init__(self):
+        m = len(self.i) if self.m is None else self.m
+        for name, default in dict(m=m, p=m / self.N, num_rows=self.N).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)     # the dataclass is frozen
 
 
 def gate(count_i: Tensor, r: Round, *, ratio: str = "horizon", shape: str = "identity", scale: float = 1.0,
@@ -101,75 +108,77 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
            correction: Literal["plain", "state", "last", "none"] = "plain") -> dict:
     """One round of FedSSG, by default FORMS["stable"]. Averages plainly over the cohort, as in Eq. (28).
 
-    alpha    the alignment's strength, divided by size_i: alpha_i = alpha / size_i; 0.05 if neither is given
-    kappa    or so: alpha_i = kappa / (eta_t K_i). Not with `prox` or `state`, which it would make unstable
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i
-    Returns what is worth logging, (m,) each: `gate` phi_i, `h_norm` ||h_i||; for `inner` `gain` phi_i eta_t K_i
-    alpha_i, which is phi_i kappa; for `server` p phi_i kappa. On constant gradients a participation multiplies
-    what sets a client's memory apart from the mean by 1 - gain if the correction is `none`: it grows above 2.
-    With `plain` it multiplies the change of the last participation by -gain, since c_i takes the pull back:
-    it grows above 1. The server's memory is multiplied by 1 - gain each round.
-    Raises ValueError for an unknown gate, alignment or correction, for alpha beside kappa, and for kappa
-    with `prox` or `state`.
+    alpha    the alignment's strength, alpha_i = alpha / size_i; 0.05 if neither it nor kappa is given
+    kappa    the same in another unit, alpha_i = kappa / (eta_t K_i)
+    alignment    where the memory pulls: `inner`, `prox` a client's steps; `server` the server's step, by
+             kappa h, so that no client keeps a memory; `none`
+    Returns what is worth logging, (m,) each: `gate` phi_i; `h_norm` ||h_i||, or ||h||; and `gain`: phi_i
+    eta_t K_i alpha_i for `inner`, which is phi_i kappa, and p phi_i kappa for `server`. On constant gradients
+    the memory grows without bound if gain is above 2; above 1 for `inner` with `plain`, where c_i takes the
+    pull back the next time.
+    Raises ValueError for an unknown part, and as `check_strength` and `by_size` do.
     """
     check_strength(alpha, kappa, alignment, correction)
-    omega, count_i = s["omega"], rows(s, "count_i", r, ())
+    omega = s["omega"]
     h = s.setdefault("h", torch.zeros_like(omega))                          # (d,)  mean_N h_i
-    h_i = None if alignment == "server" else rows(s, "h_i", r)              # (rows, d)
 
-    # 1. gate
+    # client: how often it took part, and its gate
+    count_i = rows(s, "count_i", r, ())                                     # (rows,)
     count_i[r.i] += 1
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)      # (m,)
 
-    # 2. alignment: Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
-    if kappa is None:
-        alpha_i = (0.05 if alpha is None else alpha) / r.size_i             # (m,)
-    else:
-        alpha_i = kappa / (r.lr * r.K_i)                                    # (m,)
+    # client: alignment. Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
     rho_i, b_i = torch.zeros_like(phi_i), omega.new_zeros(len(r.i), len(omega))     # (m,), (m, d)
-    if alignment == "prox":         # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
+    if alignment in ("inner", "prox"):
+        h_i = rows(s, "h_i", r)                                             # (rows, d)
+        alpha_i = kappa / (r.lr * r.K_i) if kappa is not None else by_size(0.05 if alpha is None else alpha, r)
+    if alignment == "inner":        # alpha_i <theta - (omega - h_i), h_i>
+        b_i = alpha_i[:, None] * h_i[r.i]
+    elif alignment == "prox":       # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
         rho_i = alpha_i * phi_i
         b_i = rho_i[:, None] * (h_i[r.i] - omega)
-    elif alignment == "inner":      # alpha_i <theta - (omega - h_i), h_i>
-        b_i = alpha_i[:, None] * h_i[r.i]
-    elif alignment not in ("server", "none"):
-        raise ValueError(f"alignment {alignment!r}: use inner, server, prox or none")
 
-    # 3. correction
+    # client: correction of its drift
     if correction in ("state", "plain"):    # SCAFFOLD's control variates
         c_i, c = rows(s, "c_i", r), s.setdefault("c", torch.zeros_like(omega))
         b_i = b_i + c - c_i[r.i]
     elif correction == "last":      # Eq. (24), with 1 / (eta K) where the paper prints 1 / (eta E)
         D_last_i, D_last = rows(s, "D_last_i", r), s.setdefault("D_last", torch.zeros_like(omega))
         b_i = b_i + (D_last_i[r.i] - D_last) / (r.lr * r.K_i)[:, None]
-    elif correction != "none":
-        raise ValueError(f"correction {correction!r}: use state, plain, last or none")
 
-    # 4. memory and server step
+    # client: training
     theta_i = train(rho_i, b_i)                                             # (m, d)
-    own_D_i = D_i = theta_i - omega                                         # (m, d)
-    if alignment == "server":       # what `inner` would have taken from the displacements' mean, at equal h_i
-        D_i = D_i - kappa * h
-    gated_D_i = phi_i[:, None] * D_i                                        # (m, d)
-    if h_i is not None:
-        h_i[r.i] += gated_D_i                                               # Eq. (7)
-    sum_D, sum_gated = total(D_i, gated_D_i)
-    h += sum_gated / r.N                                                    # h = mean_N h_i
-    move = sum_D / r.m + h                                                  # (d,)
-    # mean_S theta_i + mean_N h_i, as released. Algorithm 1 prints (1/N) sum_S (theta_i + h_i), which scales
-    # the model by p each round; Eq. (28) has mean_S (theta_i + h_i)
-    omega += move
+    D_i = theta_i - omega                                                   # (m, d)
+
+    # client: memory and control variate
+    if alignment != "server":
+        h_i = rows(s, "h_i", r)
+        h_i[r.i] += phi_i[:, None] * D_i                                    # Eq. (7)
     if correction in ("state", "plain"):
         # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. With eta_t that
         # recursion would multiply c_i - c by 1 - phi, which is -1 at the end
-        step_i, lr = (gated_D_i, r.lr0) if correction == "state" else (own_D_i, r.lr)
+        step_i, lr = (phi_i[:, None] * D_i, r.lr0) if correction == "state" else (D_i, r.lr)
         dc_i = -c - step_i / (r.K_i * lr)[:, None]                          # (m, d)
         c_i[r.i] += dc_i
+    elif correction == "last":
+        D_last_i[r.i] = D_i
+
+    # server: it has D_i, phi_i and dc_i of the cohort
+    if alignment == "server":       # what `inner` would have taken from the mean of D_i, at equal h_i
+        D_i = D_i - kappa * h
+    sum_D, sum_gated = total(D_i, phi_i[:, None] * D_i)
+    h += sum_gated / r.N                                                    # h = mean_N h_i
+    step = sum_D / r.m + h                                                  # (d,)
+    # mean_S theta_i + mean_N h_i, as released. Algorithm 1 prints (1/N) sum_S (theta_i + h_i), which scales
+    # the model by p each round; Eq. (28) has mean_S (theta_i + h_i)
+    omega += step
+    if correction in ("state", "plain"):
         c += total(dc_i)[0] / r.N                                           # c = mean_N c_i
     elif correction == "last":
-        D_last_i[r.i] = own_D_i
-        D_last.copy_(move)
+        D_last.copy_(step)
+
     if alignment == "server":
         return {"gate": phi_i, "h_norm": h.norm().expand_as(phi_i), "gain": r.p * phi_i * kappa}
     log = {"gate": phi_i, "h_norm": h_i[r.i].norm(dim=1)}
@@ -177,13 +186,24 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
 
 
 def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: str, correction: str) -> None:
-    """Raise ValueError for a strength that `fedssg` does not take with this alignment and correction."""
+    """Raise ValueError for an unknown alignment or correction, or a strength that `fedssg` cannot take."""
+    if alignment not in ("inner", "server", "prox", "none"):
+        raise ValueError(f"alignment {alignment!r}: use inner, server, prox or none")
+    if correction not in ("plain", "state", "last", "none"):
+        raise ValueError(f"correction {correction!r}: use plain, state, last or none")
     if kappa is not None and alpha is not None:
         raise ValueError("alpha and kappa: two ways to set one strength; give one")
     if kappa is not None and (alignment == "prox" or correction == "state"):
         raise ValueError("kappa: would be unstable with alignment prox and with correction state; give alpha")
     if kappa is None and alignment == "server":
         raise ValueError("alignment server: has no alpha; give kappa")
+
+
+def by_size(alpha: float, r: Round) -> Tensor:
+    """alpha_i = alpha / size_i, (m,). Raises ValueError if the Round does not tell the sizes."""
+    if r.size_i is None:
+        raise ValueError("Round.size_i is missing: each client's n_i divided by the mean over all N clients")
+    return alpha / r.size_i
 
 
 def rows(s: State, name: str, r: Round, shape: Optional[tuple] = None) -> Tensor:
@@ -221,35 +241,32 @@ def flatten(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainable(model)])
 
 
-def parts(model: nn.Module, theta: Tensor) -> list[Tensor]:
-    """theta (d,) as views in the shapes of the trainable parameters."""
-    params = trainable(model)
-    return [part.view_as(p) for p, part in zip(params, theta.split([p.numel() for p in params]))]
+def parts(like: list[Tensor], theta: Tensor) -> list[Tensor]:
+    """theta (d,) as views in the shapes of the parameters `like`, as `trainable` gives them."""
+    return [part.view(p.shape) for p, part in zip(like, theta.split([p.numel() for p in like]))]
 
 
-def names(model: nn.Module) -> list[tuple[str, int]]:
-    """(name, index in `trainable`) of each parameter. A module has one name: functional_call does not restore
-    one that it meets by two."""
-    place = {id(p): j for j, p in enumerate(trainable(model))}
-    return [(name, place[id(p)]) for path, module in model.named_modules()
-            for name, p in module.named_parameters(path, False, False) if id(p) in place]
+def as_function(model: nn.Module, precision: str = "float32") -> Callable[[Tensor, Tensor], Tensor]:
+    """The model as a function (theta (d,), x) -> model(x) with theta as its trainable parameters.
 
-
-def forward(model: nn.Module, theta: Optional[Tensor], x: Tensor, precision: str = "float32",
-            named: Optional[list] = None) -> Tensor:
-    """The model's output for x with theta (d,) as its trainable parameters, or with its own if theta is None.
-
-    precision `bf16`: it computes under torch.autocast, forward and backward. The model stays as it is.
+    It holds a copy, so the model may change and stays unchanged. precision: as in `local_sgd`.
     """
-    call = model
-    if theta is not None:
-        own = parts(model, theta)
-        own = {name: own[j] for name, j in named or names(model)}
-        call = functools.partial(functional_call, model, own, tie_weights=False)
+    own = copy.deepcopy(model)
+    # before the first call, after which a copy that has one module under two names is not what it was
+    names, like = zip(*[(name, p) for name, p in own.named_parameters() if p.requires_grad])
+    call = functools.partial(functional_call, own)
+
+    def function(theta, x):
+        return compute(call, precision, dict(zip(names, parts(like, theta))), x)
+    return function
+
+
+def compute(call, precision, *args):
+    """call(*args), its last argument a batch; for `bf16` under torch.autocast, forward and backward."""
     if precision != "bf16":
-        return call(x)
-    with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):    # it would keep old weights
-        return call(x).float()
+        return call(*args)
+    with torch.autocast(args[-1].device.type, torch.bfloat16, cache_enabled=False):     # it keeps old weights
+        return call(*args).float()
 
 
 def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor, Y: Tensor, idx: Tensor,
@@ -262,6 +279,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         g = grad f_i(theta) + rho_i theta + b_i
         theta <- theta - lr (min(1, clip / ||g||) g + weight_decay theta)
 
+    model    must draw no random numbers and keep the samples of a batch apart: `check` in models.py tells
     rho, b   (m,) and (m, d), constant during the round
     X, Y     the data set, (n, ...) each; criterion(model(x), y, reduction="none") gives the losses (B,)
     idx, w   (K, m, B): samples of each step, and 1 for a sample, 0 for padding; a client's own steps first
@@ -270,34 +288,35 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
     augment  augment(x, draws) changes a batch of images; draws (K, m, B, ...)
     precision   `bf16`: the model computes under torch.autocast; all else is in float32
     Returns theta_i (m, d), and the sum over each client's steps of the mini-batch's mean loss (m,).
-    Raises ValueError for another mode, `compiled` beside `loop`, or a model that `refuse` refuses.
+    Raises ValueError for another mode, or `compiled` beside `loop`.
     """
     if mode not in ("auto", "loop", "vmap"):
         raise ValueError(f"mode {mode!r}: use loop, vmap or auto")
     loop = mode == "loop" or (mode == "auto" and not omega.is_cuda)
     if loop and compiled:
         raise ValueError("compiled: works with mode vmap")
-    refuse(model, X)
     m, filled = idx.shape[1], w.sum(dim=2)                                  # (K, m)  samples in a batch
     w = w / filled.clamp(min=1)[:, :, None]                                 # a batch's loss becomes its mean
     if m == 0:
         return torch.empty_like(b), torch.empty_like(rho)
 
     def batches(k, j):
-        i = idx[k, j]
-        x = X.index_select(0, i.flatten()).view(*i.shape, *X.shape[1:])     # on a CPU half the time of X[i]
+        samples = idx[k, j]
+        x = X.index_select(0, samples.flatten())                            # on a CPU half the time of X[...]
+        x = x.view(*samples.shape, *X.shape[1:])
         return x if augment is None else augment(x, draws[k, j])
 
     def one(j):     # `loop`: in place on one vector, in which the client's own copy of the model lies
         own, theta, g = copy.deepcopy(model), omega.clone(), torch.empty_like(omega)
-        for p, part, g_part in zip(trainable(own), parts(own, theta), parts(own, g)):
+        params = trainable(own)
+        for p, part, g_part in zip(params, parts(params, theta), parts(params, g)):
             p.data, p.grad = part, g_part
-        losses, its, rho_j = omega.new_zeros(()), slice(K_i[j]), float(rho[j])
-        for k, (y, w_k) in enumerate(zip(Y[idx[its, j]], w[its, j])):
+        losses, steps, rho_j = omega.new_zeros(()), slice(K_i[j]), float(rho[j])
+        for k, (y, w_k) in enumerate(zip(Y[idx[steps, j]], w[steps, j])):
             g.copy_(b[j])               # the affine term, to which backward() adds the gradient of f_i
             if rho_j:
                 g.add_(theta, alpha=rho_j)
-            loss = _loss(criterion, forward(own, None, batches(k, j), precision), y, w_k)
+            loss = _loss(criterion, compute(own, precision, batches(k, j)), y, w_k)
             loss.backward()
             losses += loss.detach()
             norm = float(g.norm())
@@ -308,7 +327,7 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         rho_j, b_j = rho[j], b[j]
         theta, losses = omega.expand_as(b_j).clone(), torch.zeros_like(rho_j)
         for x, y, w_k in zip(batches(slice(None), j), Y[idx[:, j]], w[:, j]):
-            theta, loss = step(model, named, precision, criterion, *numbers, theta, rho_j, b_j, x, y, w_k)
+            theta, loss = step(function, criterion, *numbers, theta, rho_j, b_j, x, y, w_k)
             losses = losses + loss
             theta = theta.clone() if compiled else theta        # a CUDA graph writes it anew
         return theta, losses
@@ -317,8 +336,8 @@ def local_sgd(model: nn.Module, omega: Tensor, rho: Tensor, b: Tensor, X: Tensor
         K_i = (filled > 0).sum(dim=0).tolist()
         theta_i, loss_i = zip(*_threads(torch.get_num_threads()).map(one, range(m)))
         return torch.stack(theta_i), torch.stack(loss_i)
+    function = as_function(model, precision)
     step = torch.compile(_steps, mode="reduce-overhead") if compiled else _steps
-    named = names(model)
     numbers = [omega.new_full((), x) for x in (lr, weight_decay, clip)]     # floats would be compiled in
     theta_i, loss_i = zip(*map(many, torch.arange(m, device=idx.device).split(chunk or m)))
     return torch.cat(theta_i), torch.cat(loss_i)
@@ -331,10 +350,10 @@ def _loss(criterion, output, y, w):
     return (losses * w).sum()
 
 
-def _step(model, named, precision, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
+def _step(function, criterion, lr, weight_decay, clip, theta, rho, b, x, y, w):
     """One step of one client, as a function: (d,) -> (d,), and the loss ()."""
     def loss(theta):
-        return _loss(criterion, forward(model, theta, x, precision, named), y, w)
+        return _loss(criterion, function(theta, x), y, w)
     g, value = grad_and_value(loss)(theta)
     g = g + rho * theta + b
     scale = (clip / g.norm()).clamp(max=1)
@@ -343,32 +362,9 @@ def _step(model, named, precision, criterion, lr, weight_decay, clip, theta, rho
 
 
 def _steps(*args):      # of all clients at once: theta (m, d) and what follows it
-    return vmap(functools.partial(_step, *args[:7]))(*args[7:])
+    return vmap(functools.partial(_step, *args[:5]))(*args[5:])
 
 
 @functools.cache
 def _threads(n):        # permanent, each limited to one torch thread; new ones would each leave memory behind
     return ThreadPoolExecutor(n, initializer=torch.set_num_threads, initargs=(1,))
-
-
-_accepted = weakref.WeakKeyDictionary()     # models that `refuse` has tried, with the mode they were in
-
-
-def refuse(model: nn.Module, X: Tensor) -> None:
-    """Raise ValueError if the model, on samples of X, draws random numbers (a run would not repeat) or mixes
-    the samples of a batch (padding would count). It tries a copy, in the mode that it is in."""
-    mode = [module.training for module in model.modules()]
-    if _accepted.get(model) == mode:
-        return
-    tried, x = copy.deepcopy(model).cpu(), X[torch.linspace(0, len(X) - 1, 16).long()].cpu()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for p in filter(torch.is_floating_point, tried.parameters()):
-            p += 0.01               # a last layer of zeros would hide what comes before it
-        before, output = torch.get_rng_state(), tried(x)[:8]
-        x[8:] = x[:8].clone()
-        alone, after = torch.allclose(tried(x)[:8], output, 1e-3, equal_nan=True), torch.get_rng_state()
-    if not torch.equal(before, after):
-        raise ValueError("the model draws random numbers (dropout?): set p to 0, or take that layer out")
-    if not alone:
-        raise ValueError("the model mixes the samples of a batch (batch norm?): use group norm, or no norm")
-    _accepted[model] = mode

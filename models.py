@@ -1,10 +1,11 @@
-"""The models of the paper, as plain torch modules. None has batch norm or dropout: `refuse` in fedssg.py."""
+"""The models of the paper, as plain torch modules. None has batch norm or dropout: `check` says why."""
 
+import copy
 from math import prod
 from typing import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 MODELS = ("fcn", "linear", "cnn")
 
@@ -58,3 +59,20 @@ def build(name: str, shape: Sequence[int], classes: int, hidden: Sequence[int], 
         if name == "cnn":
             return cnn(shape[0], shape[1], classes)
     raise ValueError(f"--model {name}: use one of {', '.join(MODELS)}")
+
+
+def check(model: nn.Module, X: Tensor) -> None:
+    """Raise ValueError if the model, on samples of X (n, ...), draws random numbers, for then a run would not
+    repeat, or mixes the samples of a batch, for then `local_sgd`'s padding would count. It tries a copy, in
+    the mode that the model is in, and leaves torch's generator alone."""
+    tried, x = copy.deepcopy(model).cpu(), X[torch.linspace(0, len(X) - 1, 16).long()].cpu()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for p in filter(torch.is_floating_point, tried.parameters()):
+            p += 0.01               # a last layer of zeros would hide what comes before it
+        before, output = torch.get_rng_state(), tried(x)[:8]
+        x[8:] = x[:8].clone()
+        alone, after = torch.allclose(tried(x)[:8], output, 1e-3, equal_nan=True), torch.get_rng_state()
+    if not torch.equal(before, after):
+        raise ValueError("the model draws random numbers (dropout?): set p to 0, or take that layer out")
+    if not alone:
+        raise ValueError("the model mixes the samples of a batch (batch norm?): use group norm, or no norm")

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import data
 import models
 from baselines import ALGORITHMS
-from fedssg import FORMS, Round, check_strength, flatten, forward, local_sgd, parts, total, trainable
+from fedssg import FORMS, Round, as_function, check_strength, flatten, local_sgd, parts, total, trainable
 
 # What the paper sets by data set; others take MNIST's settings. A table by number of clients is read at the
 # nearest number. alpha is one value, or one each for IID, Dirichlet 0.3 and Dirichlet 0.6.
@@ -83,6 +83,7 @@ def federate(settings, dataset, device):
     counts = np.stack([np.bincount(labels[share], minlength=classes) for share in shares])
     model = models.build(settings["model"], X.shape[1:], classes, settings.get("hidden", ()),
                          int(data.rng(seed, "model").integers(2 ** 63))).to(device)
+    models.check(model, X)
     rank, W = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Federation(X, Y, X_test, Y_test, shares, counts, model, flatten(model), device, rank, W)
 
@@ -169,8 +170,8 @@ def plan_round(settings, fed, t, dtype):
 def evaluate(model, theta, X, Y, batch=None, precision="float32"):
     """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
     batch = batch or (2000 if X.is_cuda else 250)       # on a CPU the CNN is faster so
-    model = copy.deepcopy(model).eval()                 # the caller's stays in its mode
-    out = torch.cat([forward(model, theta, x, precision) for x in X.split(batch)])      # (n, classes)
+    predict = as_function(copy.deepcopy(model).eval(), precision)       # the caller's stays in its mode
+    out = torch.cat([predict(theta, x) for x in X.split(batch)])                        # (n, classes)
     loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
     loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
     return 100 * right / n, loss / n
@@ -281,7 +282,8 @@ def print_out(folder, run, fed, args):
     write(folder / "summary.json", json.dumps(summarise(run["log"], args.target_acc), indent=1))
     lines = [",".join("" if row[name] is None else str(row[name]) for name in COLUMNS) for row in run["log"]]
     write(folder / "log.csv", "\n".join([",".join(COLUMNS), *lines]))
-    for p, part in zip(trainable(fed.model), parts(fed.model, run["state"]["omega"])):
+    params = trainable(fed.model)
+    for p, part in zip(params, parts(params, run["state"]["omega"])):
         p.data.copy_(part)
     write(folder / "model.pt", {name: x.cpu() for name, x in fed.model.state_dict().items()})
 

@@ -46,7 +46,7 @@ import fedssg as fedssg_module
 import models
 import run
 from baselines import ALGORITHMS, disco_weights, fedavg, feddc, feddisco, feddyn, fedprox, fedvra, scaffold
-from fedssg import fedssg, flatten, FORMS, forward, gate, local_sgd, Round, total
+from fedssg import as_function, fedssg, flatten, FORMS, gate, local_sgd, Round, total
 
 torch.manual_seed(0)        # of the models made below, on import; torch 2.14 starts from a random seed
 F32, F64 = torch.float32, torch.float64
@@ -413,6 +413,19 @@ def test_method_fedssg_refuses_a_strength_that_it_cannot_take(hyper, says):
         list(play(fedssg, quadratic(), [[0]], **hyper))
 
 
+def test_method_round_has_defaults_for_one_process_and_fixed_cohorts():
+    told = make_round([1, 3], t=2)
+    plain = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i)
+    assert (plain.m, plain.p, plain.num_rows) == (told.m, told.p, told.num_rows) == (2, 0.5, 4)
+    given = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i, m=3, p=0.6, num_rows=2)
+    assert (given.m, given.p, given.num_rows) == (3, 0.6, 2)
+    for method, missing in [(fedssg, "size_i"), (feddyn, "size_i"), (feddc, "size_i"), (feddisco, "labels_i")]:
+        with pytest.raises(ValueError, match=f"Round.{missing} is missing"):
+            method({"omega": torch.zeros(3, dtype=F64)}, plain, lambda rho, b: pytest.fail("trained"))
+    for method in (fedavg, fedprox, scaffold, fedvra, partial(fedssg, kappa=0.2)):
+        method({"omega": torch.zeros(3, dtype=F64)}, plain, lambda rho, b: torch.ones(2, 3, dtype=F64))
+
+
 def test_method_total_does_not_depend_on_the_order():
     """Nor, so, on how the clients are spread over processes: sums of float32 numbers are made in float64."""
     x = torch.randn(15, 10_000) * torch.rand(15, 1).exp()
@@ -594,6 +607,7 @@ def test_client_trains_what_keeps_samples_apart(name):
     """A batch of 5, padded to 10, gives autograd's step; rounds agree; the caller's model stays as it was."""
     (model, d), problem = ACCEPTED[name], classify(model=ACCEPTED[name][0])
     before, parameters = copy.deepcopy(model.state_dict()), list(map(id, model.parameters()))
+    models.check(model, problem.X)
     loss = nn.functional.cross_entropy(model(problem.X[:5]), problem.Y[:5])
     g = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     omega, idx, zero = problem.omega, torch.arange(10)[None, None], torch.zeros(1, 51 + d, dtype=F64)
@@ -604,8 +618,10 @@ def test_client_trains_what_keeps_samples_apart(name):
         assert close(loss_i[0], loss.detach(), 1e-9)
     theta_i = solve(problem, mode="loop")[0]
     assert close(theta_i, solve(problem, mode="vmap")[0], 1e-9)
-    assert torch.equal(forward(model, omega, problem.X), model(problem.X))
-    assert not close(forward(model, theta_i[3], problem.X), model(problem.X), 1e-3)
+    function = as_function(model)
+    for _ in range(2):              # torch's functional_call leaves a model that has a module twice damaged
+        assert torch.equal(function(omega, problem.X), model(problem.X))
+        assert not close(function(theta_i[3], problem.X), model(problem.X), 1e-3)
     assert parameters == list(map(id, model.parameters())) and not omega.requires_grad
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
@@ -614,11 +630,10 @@ def test_client_trains_what_keeps_samples_apart(name):
 def test_client_refuses_what_draws_or_mixes_samples(name):
     problem, drawn = classify(model=REFUSED[name][0]), torch.get_rng_state()
     if name in ("dropout", "batch norm"):
-        problem.model.eval()
-        solve(problem)                              # accepted, as long as it is in eval mode
+        models.check(problem.model.eval(), problem.X)       # accepted, as long as it is in eval mode
     problem.model.train()
     with pytest.raises(ValueError, match=rf"^the model {REFUSED[name][1]}[^\n]*\Z"):
-        solve(problem)
+        models.check(problem.model, problem.X)
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
@@ -1340,7 +1355,7 @@ def test_cli_a_round_asks_the_device_once(algo, flags, tiny, tmp_path, monkeypat
         moved = {name: getattr(fed, name).to("meta") for name in ("X", "Y", "X_test", "Y_test", "omega")}
         return fed._replace(device=torch.device("meta"), **moved)
     asked, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(fedssg_module, "refuse", lambda *_: None)       # it tries the model on the CPU
+    monkeypatch.setattr(models, "check", lambda *_: None)       # it tries the model on the CPU
     for name, other in dict(federate=on_meta, save=lambda *_: None, print_out=lambda *_: None).items():
         monkeypatch.setattr(run, name, other)
     monkeypatch.setattr(torch.Tensor, "tolist",
