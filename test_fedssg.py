@@ -393,7 +393,8 @@ def test_method_fedssg_kappa_is_the_memorys_share_of_a_displacement():
     """For any sizes, steps, rate and round: on a flat loss D_i = -kappa h_i, and gain = kappa phi_i. With
     alpha a client of one sample among thousands is pulled size_i times as hard."""
     for t, n, K, rate in [(1, (1, 3999), [1, 400], 0.1), (50, (20, 20), [5, 5], 0.3), (9, (8, 2), [7, 1], 1e-3)]:
-        r, h_i = make_round([0, 1], n, labels=[[1, 0]] * 2, t=t, T=50, K=K, lr=rate), torch.rand(2, 3, dtype=F64)
+        r = make_round([0, 1], n, labels=[[1, 0]] * 2, t=t, T=50, K=K, lr=rate, lr0=0.4)
+        h_i = torch.rand(2, 3, dtype=F64)
         for hyper, share in [(dict(kappa=0.25), torch.full((2,), 0.25)),
                              (dict(alpha=0.05), 0.05 * rate * r.K_i / r.size_i)]:
             s, D_i = {"omega": torch.zeros(3, dtype=F64), "h_i": h_i.clone()}, []
