@@ -105,7 +105,7 @@ def fedvra(s: State, r: Round, train: Train, *, gamma: float = 0.1,
 
     local: f_i + <lambda_i, theta - omega> + gamma/2 ||theta - omega||^2
     lambda_i += a gamma D_i (cohort only);   omega += d/N sum_S D_i + mean_N h_i
-    `auto`: d = 1/p; a = min(1 / (1 - (1 - eta_0 gamma)^K_i), 1/p), or 1 if gamma is 0: experiments/README.md.
+    `auto`: d = 1/p; a = min(1 / (1 - (1 - eta_0 gamma)^K_i), 1/p), or 1 if gamma is 0: experiments/notes.md.
     """
     omega, h_i = s["omega"], rows(s, "h_i", r)
     h = s.setdefault("h", torch.zeros_like(omega))

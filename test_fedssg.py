@@ -116,9 +116,13 @@ def play(method, problem, cohorts, **hyper):
     s = {"omega": problem.omega.clone()}
     for t, i in enumerate(cohorts, 1):
         r, train = problem.start(s, t, torch.as_tensor(i))
-        returned = []
-        method(s, r, lambda rho, b: returned.append(train(rho, b)) or returned[0], **hyper)
-        yield {"theta_i": returned[0], **{name: x.clone() for name, x in s.items()}}
+        returned = {}
+
+        def train_and_note(rho, b):
+            returned["theta_i"] = train(rho, b)
+            return returned["theta_i"]
+        method(s, r, train_and_note, **hyper)
+        yield returned | {name: x.clone() for name, x in s.items()}
 
 
 def close(a, b, tolerance=1e-10):
@@ -290,8 +294,12 @@ def test_method_affine_term_is_the_gradient_of_the_penalty_and_one_round_by_hand
     s = {name: torch.tensor(x, dtype=F64) for name, x in BEFORE.items()}
     s |= {name: s[name][:, None] for name in ("h_i", "c_i", "D_last_i")}
     r = make_round([1, 2], [20, 10, 30, 20], [[9, 9], [5, 5], [30, 0], [9, 9]], t=3, K=[2, 4], lr0=0.2)
-    given, log = [], after.get("log", {})
-    got = method(s, r, lambda *affine: given.extend(affine) or torch.tensor([[3.], [0.]], dtype=F64), **hyper)
+    given, log = {}, after.get("log", {})
+
+    def train(rho, b):
+        given["rho"], given["b"] = rho, b
+        return torch.tensor([[3.], [0.]], dtype=F64)
+    got = method(s, r, train, **hyper)
     for got, expected in [(s, {**BEFORE, **after}), (got, log)]:
         assert got.keys() == expected.keys() - {"log"}
         assert all(close(x.flatten(), expected[name], 3e-6) for name, x in got.items()), got
@@ -300,13 +308,15 @@ def test_method_affine_term_is_the_gradient_of_the_penalty_and_one_round_by_hand
         v |= dict(alpha=0.3 / (0.5, 1.5)[j], K=(2, 4)[j], gate=log.get("gate", [0, 0])[j])
         theta = torch.tensor(1.7, dtype=F64, requires_grad=True)
         gradient, = torch.autograd.grad(penalty(SimpleNamespace(**v, theta=theta)), theta)
-        assert close(gradient, given[0][j] * 1.7 + given[1][j, 0], 1e-5)
+        assert close(gradient, given["rho"][j] * 1.7 + given["b"][j, 0], 1e-5)
 
 
 def test_method_fedssg_is_stable_by_default_and_refuses_unknown_parts():
-    assert len(ALGORITHMS) == 8 and all(method.__name__ == name for name, method in ALGORITHMS.items())
+    assert [method.__name__ for method in ALGORITHMS.values()] == [*ALGORITHMS]
+    assert len(ALGORITHMS) == 8
     defaults = {name: p.default for name, p in inspect.signature(fedssg).parameters.items()}
-    assert FORMS["stable"].items() <= defaults.items() and FORMS["main"]["alpha"] == 1.0
+    assert FORMS["stable"].items() <= defaults.items()
+    assert FORMS["main"]["alpha"] == 1.0
     for part in ("alignment", "correction", "gate_ratio", "gate_shape"):
         with pytest.raises(ValueError, match=f"{part.replace('_', ' ')} 'round': use"):
             list(play(fedssg, quadratic(), [[0]], **{part: "round"}))
