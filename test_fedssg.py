@@ -1798,7 +1798,6 @@ def test_experiments_table_groups_by_all_that_differs(tmp_path, capsys):
 
 
 def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
-    import figures
     import reproduce
     (tmp_path / "runs").mkdir()
     flags = f"{reproduce.STUDIES['smoke']['setting']} --algo feddc"
@@ -1823,8 +1822,6 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
     bare = subprocess.run([sys.executable, "-S", reproduce.__file__, "all", "--dry-run"], text=True,
                           stderr=subprocess.PIPE)                    # -S: without the packages installed
     assert bare.returncode == 2 and bare.stderr.count("\n") == 1 and "No module named" in bare.stderr
-    curves, _ = figures.curves_of("smoke", tmp_path / "results")
-    assert curves["feddc"].keys() == {"0", "1"} and curves["feddc"]["0"] == {1: 10.0, 2: 20.0, 3: 30.0}
     runs = tmp_path / "results" / "runs.csv"
     runs.write_text(runs.read_text().replace(",0.500,", ",,"))      # a run whose log has no seconds
     for more, left, row in (["--seeds", "1"], "2 runs", "1 | 2.0 |"), ([], "4 runs", "2 | 2.5 ±"):
@@ -1833,37 +1830,3 @@ def test_experiments_results_serve_the_studies(tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().out.splitlines()[-1].startswith(left)
         reproduce.main(["smoke", "--table", *results, *more])
         assert f"| feddc | {row}" in capsys.readouterr().out
-
-
-def test_experiments_figures_fit_and_label(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    import figures
-    assert figures.styles(["mine", "feddc"])["mine"][0] not in figures.COLOURS.values()
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
-        patch.setitem(sys.modules, "matplotlib", None)
-        figures.main(["curves", "end", "--out", str(tmp_path / "x.png")])
-    assert "matplotlib" in capsys.readouterr().err
-    flags = ("--algo fedavg", "--algo fedavg --lr 0.2")
-    folders = [run_folder(tmp_path, one, accs=(10, 20, 30)) for one in flags]
-    axes = figures.curves(SimpleNamespace(what=folders)).axes
-    assert axes[0].get_ylim()[0] < 10 and axes[0].get_ylim()[1] < 40
-    assert len({line.get_label() for line in axes[0].lines}) == 2
-    ax = figures.alpha(SimpleNamespace(target=None, results=figures.HERE / "results")).axes[0]
-    marks = {line.get_marker(): line.get_ydata()[0] for line in ax.lines}
-    assert marks["^"] >= 120 > marks["o"]               # who is not there when the study ends is not left out
-    (tmp_path / "mine.csv").write_text("mine\n1\n")      # scatter would keep its points there
-    (tmp_path / "two").mkdir()
-    for seed, goal in enumerate((95.0, 97.0)):
-        run_folder(tmp_path / "two", "--algo feddc", seed, goal=goal)
-    for what, out, says in [
-            (f"targets {tmp_path}", "x.png", "nothing to draw"), ("curves end", "x.xyz", "--out"),
-            ("curves end", "no/x.png", "--out"), ("curves end form", "x.png", "one study"),
-            ("targets fastest --target 96", "x.png", "target 96"), ("alpha few", "x.png", "nothing to do"),
-            (f"scatter --points {tmp_path}", "x.png", "no such file"), ("scatter", "mine.png", "mine.csv"),
-            (f"targets {tmp_path / 'two'}", "x.png", "targets 95 and 97 %"),
-            ("scatter --dataset synthetic --rounds 10", "x.png", "less than 10, the last round played"),
-            (f"curves end --results {tmp_path}", "x.png", "no runs.csv"),
-            ("scatter --dataset synthetic --num-clients 4 --hidden 2 --lr 1e8", "x.png", "diverged at")]:
-        with pytest.raises(SystemExit, match="2"):
-            figures.main([*what.split(), "--out", str(tmp_path / out)])
-        assert says in capsys.readouterr().err and not (tmp_path / out).exists()
