@@ -4,9 +4,9 @@
     python experiments/bench.py --quick             a smoke test, whose numbers mean little
     python experiments/bench.py --device cuda       the same on a GPU, in each precision, eager and compiled
 
-It prints two tables in Markdown. The rivals of a table take turns, A B C A B C, so that a disturbance hits them
-all, after one turn that is not measured. Wall seconds mean nothing on a busy machine, whose load stands in the
-first line. Processor seconds, user and system of all threads, mean more.
+It prints two tables in Markdown. The rivals of a table take turns, A B C A B C, so that a disturbance hits
+them all, after one turn that is not measured. Wall seconds mean nothing on a busy machine. Its load stands in
+the first line. Processor seconds, user and system of all threads, mean more.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -62,9 +63,9 @@ def show(title, columns, lines):
 
 def products(model, x):
     """{name: f}: the matrix products of a round's steps, and nothing else. x (m, K, B, features) is gathered
-    beforehand. Each client has weights of its own. On a GPU the clients are batched, else spread over threads."""
+    beforehand. Each client has its own weights. On a GPU clients are batched, else spread over threads."""
     m, K, B, _ = x.shape
-    weights = [p.detach().repeat(m, 1, 1) for p in model.parameters() if p.dim() == 2]      # (m, out, in) each
+    weights = [p.detach().repeat(m, 1, 1) for p in model.parameters() if p.dim() == 2]      # (m, out, in)
     outputs = [x.new_empty(m, B, W.shape[1]) for W in weights]
     dW, dx = [torch.empty_like(W) for W in weights], [x.new_empty(m, B, W.shape[2]) for W in weights]
     G = torch.randn_like(outputs[-1])           # in place of the loss's gradient by the last output
@@ -111,7 +112,8 @@ def ours(model, X, Y, parts, cohort, precisions):
     def train(precision, **how):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
         idx, w, _ = (torch.as_tensor(x, device=X.device) for x in data.schedule(parts, cohort, 0, 1, E, B))
-        local_sgd(model, omega, rho, b, X, Y, idx, w.to(omega.dtype), LR, DECAY, CLIP, precision=precision, **how)
+        w = w.to(omega.dtype)
+        local_sgd(model, omega, rho, b, X, Y, idx, w, LR, DECAY, CLIP, precision=precision, **how)
     ways = {"loop": dict(mode="loop"), "vmap": dict(mode="vmap")}
     if X.is_cuda:
         ways = {"vmap": dict(mode="vmap"), "vmap, compiled": dict(mode="vmap", compiled=True)}
@@ -130,7 +132,8 @@ def round_of_mnist(args, device):
     shares = [TensorDataset(X[parts[i]].cpu(), Y[parts[i]].cpu()) for i in cohort]
     rivals = products(model, X[idx].flatten(3).transpose(0, 1).contiguous())
     rivals |= ours(model, X, Y, parts, cohort, ("float32", "tf32", "bf16") if X.is_cuda else ("float32",))
-    rivals["the plain way: a Module, a DataLoader, an SGD for each client"] = lambda: plain(model, shares, device)
+    way = "the plain way: a Module, a DataLoader, an SGD for each client"
+    rivals[way] = lambda: plain(model, shares, device)
     rivals["evaluation of the test images"] = lambda: evaluate(model, flatten(model), X_test, Y_test)
     times = take_turns(rivals, 1 if args.quick else 7)
     (wall, used), *_ = times.values()
@@ -185,6 +188,7 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     torch.set_num_threads(args.threads)
     torch.backends.cudnn.allow_tf32 = False     # as run.py; matrix products have it off
+    warnings.filterwarnings("ignore", message="There is a performance drop")    # of the loss under vmap
     print(machine(device))
     round_of_mnist(args, device)
     steps_of_cnn(args, device)
