@@ -49,7 +49,7 @@ PHI = {"": "", ", phi = 1": " gate_ratio=off beta=0.0", ", phi = 2": " gate_rati
 ROWS = dict(mnist={row: row for row in EIGHT}, gates={"feddc": "feddc"})
 for phi, how in PHI.items():
     ROWS["gates"] |= {f"fedssg {form}{phi}": f"fedssg {form}{how}" for form in ("stable", "released")}
-    ROWS["gates"][f"fedssg without correction{phi}"] = f"fedssg released{how} correction=none"
+    ROWS["gates"][f"fedssg without correction{phi}"] = f"fedssg stable{how} correction=none"
 
 # The strengths that are tuned, and their values. Smaller seeds than the first tuning seed are for the test.
 GRIDS = dict(kappa=(0.05, 0.1, 0.18, 0.25, 0.35), alpha=(0.01, 0.03, 0.1, 0.3, 0.7),

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# What is to be seen on a GPU the first day that one can be had, in at most ten minutes. It needs MNIST and CIFAR-10.
+# What is to be seen on a GPU the first day that one can be had, in ten minutes at most.
+# It needs MNIST and CIFAR-10.
 #
 #     bash experiments/gpu.sh cuda data gpu.md        the device, the folder of the data sets, the table
 #     bash experiments/gpu.sh cpu data cpu.md         its CPU half, with fewer rounds and smaller models
 #
-# It writes one Markdown table: equal results, then seconds a round. What fails has a row, and the rest goes on.
+# It writes one Markdown table: equal results, then seconds a round. What fails gets a row, and
+# the rest goes on.
 # PYTHON names another Python; CIFAR another data set, such as "cifar10_jpeg.npz --like cifar10".
 set -u
 device=${1:?cuda or cpu} data_dir=${2:?the folder of the data sets} table=${3:?the file of the table}
@@ -23,8 +25,8 @@ row() { echo "| $1 | $2 |" | tee -a "$table"; }
 play() {
     local name=$1
     shift
-    timeout 300 "$python" "$here/../run.py" --device "$device" --data-dir "$data_dir" --out "$runs/$name" "$@" \
-        > "$runs/$name.txt" 2>&1 && return
+    timeout 300 "$python" "$here/../run.py" --device "$device" --data-dir "$data_dir" --out "$runs/$name" \
+        "$@" > "$runs/$name.txt" 2>&1 && return
     row "$name: $*" "failed: $(tail -n 1 "$runs/$name.txt" | tr '|' ' ' | cut -c1-200)"
     return 1
 }
@@ -67,9 +69,9 @@ tiny="--dataset synthetic $small --checkpoint-every 0"
 one="$tiny --stop-after 1"
 play loop $one --mode loop
 play vmap $one --mode vmap && row "vmap against loop, one round" "$(largest loop vmap)"
-play chunks $one --mode vmap --chunk 2 && row "vmap by two clients against loop, one round" "$(largest loop chunks)"
+play chunks $one --mode vmap --chunk 2 && row "chunks of 2 against loop, one round" "$(largest loop chunks)"
 if [ "$device" = cuda ]; then
-    device=cpu play host $one --mode loop && row "loop on the CPU against the GPU, one round" "$(largest loop host)"
+    device=cpu play host $one --mode loop && row "loop on CPU against GPU, one round" "$(largest loop host)"
 fi
 play straight $tiny --mode vmap
 play again $tiny --mode vmap && row "the same five rounds again" "$(largest straight again)"

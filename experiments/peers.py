@@ -4,8 +4,8 @@
     python experiments/peers.py peers --turns 9     nine measured rounds of each
 
 A round has 15 clients of 600 random images each, 5 epochs in batches of 50, and the FCN 784-200-200-10. These
-are 900 steps. Every peer lives in an environment of its own, and is used by its own interface. All stay started
-and play in turn, so that a busy machine disturbs all alike. One unmeasured round comes first.
+are 900 steps. Every peer lives in an environment of its own, and is used by its own interface. All stay
+started and play in turn, so that a busy machine disturbs all alike. One unmeasured round comes first.
 
 Seconds on a busy machine mean little. What holds is the last column: the processor seconds of a peer's round,
 of all its processes, over those of our round just before it; the median over the turns. Ours clips gradients,
