@@ -56,27 +56,37 @@ def dry_run(names, args):
     """Say what is missing, and how long it takes."""
     rows, paces, planned, total = measured(args.results), {}, {}, 0
 
-
     def like(flags):
         its = pairs(flags)
-        return tuple(its.get(x) for x in ("dataset", "num-clients", "local-epochs"))
+        return tuple(its.get(x) for x in ("dataset", "num-clients", "participation", "local-epochs"))
     for (flags, _), its in rows.items():
         seconds = [float(row["seconds_per_round"]) for row in its.values() if row["seconds_per_round"]]
         paces[like(flags)] = paces.get(like(flags), []) + seconds
     for name, label, flags, *key in missing(names, rows, args.seeds):
-        s, to, limit = resolve(flags), STUDIES[name]["to"], STUDIES[name]["limit"]
-        met = [reached(row, to) for row in rows.get(key[0], {}).values()] if to else []
-        rounds = limit or (mean([t for t in met if t] or [60]) if to else s["rounds"])
-        guess = 10 * s["participation"] * s["local_epochs"] / 5 * (11 if s["model"] == "cnn" else 1)
+        rounds, pace = rounds_to_play(STUDIES[name], flags, rows.get(key[0], {})), paces.get(like(flags))
         before = planned.get(tuple(key), 0)         # what a study above has played by then
-        hours = max(0, rounds - before) * mean(paces.get(like(flags)) or [guess]) / 3600
+        hours = max(0, rounds - before) * (mean(pace) if pace else guess(resolve(flags))) / 3600
         planned[tuple(key)], total = max(rounds, before), total + hours
         print(f"{name:18} {label:60} seed {key[1]:3} {hours:5.2f} h" + " (see above)" * (before >= rounds))
     for name in names:
         if waiting := untuned(name, rows):
-            print(f"{name:18} waits for {STUDIES[name]['tuning']}: {', '.join(waiting)}")
+            print(f"{name:18} waits for {STUDIES[name]['tuning']}: {'; '.join(waiting)}")
     print(f"{len(planned)} runs, {total:.1f} h of one core, {total / args.workers:.1f} h with --workers "
           f"{args.workers}. Assumed where unmeasured: 1.5 s a round of MNIST at 15 %, 60 rounds to a target")
+
+
+def rounds_to_play(s, flags, its):
+    """Of a run of a study; to a target those of the row's other seeds, if there are any."""
+    if s["limit"] or not s["to"]:
+        return s["limit"] or int(pairs(flags).get("rounds") or resolve(flags)["rounds"])
+    met = [reached(row, s["to"]) for row in its.values()]
+    return mean([t for t in met if t] or [60])
+
+
+def guess(settings):
+    """Seconds a round."""
+    scale = 11 if settings["model"] == "cnn" else 1
+    return 10 * settings["participation"] * settings["local_epochs"] / 5 * scale
 
 
 def command(task, args):
@@ -92,10 +102,11 @@ def command(task, args):
 def start(words):
     """A process, on one thread, that ends when this one does, and the file of its output."""
     parent, linux = os.getpid(), sys.platform == "linux"
+    library = ctypes.CDLL(None) if linux else None
 
-    def end_with_parent():          # a kill of the parent too; on other systems only what it can pass on
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)                                  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
+    def end_with_parent():          # after a kill, too; other systems know the signals alone that are passed on
+        library.prctl(1, signal.SIGTERM)            # PR_SET_PDEATHSIG
+        if os.getppid() != parent:                  # it died before that
             os._exit(1)
     output, env = tempfile.TemporaryFile("w+", encoding="utf-8"), os.environ | {"OMP_NUM_THREADS": "1"}
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us

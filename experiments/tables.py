@@ -145,11 +145,10 @@ def last_ten(rows, limit, results):
 def tuning_table(name, rows):
     """What each strength gave on the tuning seeds, and the choice."""
     s, lines = STUDIES[name], []
-    goal, seeds = s["targets"][-1], " and ".join(map(str, s["seeds"]))
+    goal, seeds = s["targets"][-1], "seeds 100 and 101" if len(s["seeds"]) > 1 else "seed 100"
     for method, labels in s["choices"].items():
         best, values = chosen(name, labels, rows), [label.split()[-1] for label in labels]
-        results = [tuning_cell(rows_for(name, label, ROWS[label], rows)[1].values(), s["to"], goal)
-                   for label in labels]
+        results = [tuning_cell(*rows_for(name, label, ROWS[label], rows), s["to"], goal) for label in labels]
         if len(labels) == 1:                    # a method without a strength
             lines.append([method, "-", "-", *results, "-", "-", "-", "-"])
             continue
@@ -159,16 +158,18 @@ def tuning_table(name, rows):
         lines.append([method, labels[0].split()[-2], choice, *cells, *["-"] * (5 - len(cells))])
     head = ["method", "strength", "chosen", "least", "second", "third", "fourth", "fifth"]
     what = f"rounds to {goal} %" if s["to"] else f"last 50 in %, and rounds to {goal} %"
-    about = f"Each strength, and what it gave: {what}, mean of the seeds {seeds}."
+    about = f"Each strength, and what it gave: {what}, mean of {seeds}."
     return [f"**{s['title']}**", "", about, "", *markdown(head, lines)]
 
 
-def tuning_cell(its, to, goal):
+def tuning_cell(seeds, its, to, goal):
     if not its:
         return "not measured"
-    met = [reached(row, goal) for row in its]
-    rounds = f"{mean(met):.1f}" if all(met) else f"not in {min(int(row['played']) for row in its)}"
-    return rounds if to else f"{mean(map(ending, its)):.2f}, {rounds}"
+    met = [reached(row, goal) for row in its.values()]
+    short = [int(row["played"]) for row in its.values() if not reached(row, goal)]
+    rounds = f"not in {min(short)}" if short else f"{mean(met):.1f}"
+    part = f" ({len(its)} of {len(seeds)})" * (len(its) < len(seeds))
+    return (rounds if to else f"{mean(map(ending, its.values())):.2f}, {rounds}") + part
 
 
 def kappa_tuning(rows):

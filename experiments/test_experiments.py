@@ -203,11 +203,15 @@ def test_tuning_chooses_and_says_when_a_grid_ends(tmp_path):
     wanted = [task[1:] for task in reproduce.missing(["tuned-500"], rows)]
     assert [(label, seed) for label, *_, seed in wanted] == [("feddc, alpha 0.3", seed) for seed in range(5)]
     for label, rounds in zip(labels, (30, 31, 29, 28, 27)):
-        for seed in (100, 101):
+        for seed in (100, 101) if rounds != 31 else (100,):
             result(tmp_path, "tuned-100-tuning", label, seed, rounds, "target", targets=f"97:{rounds}")
     written = tables.tuning_table("tuned-100-tuning", records.measured(tmp_path))
     line, = (cells for cells in lines_of("\n".join(written)) if cells[0] == "feddc")
-    assert line[1:4] == ["alpha", "0.7, the end of its grid", "0.01: 30.0"]
+    assert line[1:5] == ["alpha", "open", "0.01: 30.0", "0.03: 31.0 (1 of 2)"]
+    result(tmp_path, "tuned-100-tuning", labels[1], 101, 120, "stopped", targets="97:>120")
+    line, = (cells for cells in lines_of("\n".join(tables.tuning_table(
+        "tuned-100-tuning", records.measured(tmp_path)))) if cells[0] == "feddc")
+    assert line[1:5] == ["alpha", "0.7, the end of its grid", "0.01: 30.0", "0.03: not in 120"]
 
 
 def test_kappa_s_regrets_by_hand(tmp_path):
@@ -361,7 +365,8 @@ def test_runs_end_with_whoever_started_them(how, tmp_path):
     code = (f"import sys, reproduce; reproduce.command = lambda *_: [sys.executable, '-c', {child!r}, "
             f"{str(tmp_path)!r}]; sys.exit(reproduce.main(['smoke', '--workers', '2', '--results', "
             f"{str(tmp_path / 'results')!r}]))")
-    driver = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                              env=os.environ | {"OMP_NUM_THREADS": "7"})
     until(lambda: sum(path.read_text() == "1" for path in tmp_path.iterdir()) == 2)
     runs = [int(path.name) for path in tmp_path.iterdir()]
     driver.send_signal(how)
