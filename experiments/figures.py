@@ -255,7 +255,7 @@ def federation(flags, algo):
     import run
     given = run.parse([*flags, "--algo", algo])
     device = run.open_device(given)
-    dataset = run.load_data(given, device)
+    dataset, _ = run.load_data(given, device)
     settings = run.settings_for(algo, given.seeds[0], given)
     return given, settings, run.federate(settings, dataset, device)
 

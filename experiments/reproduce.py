@@ -358,7 +358,7 @@ def start(task, args):
     flags += f" --stop-at-target --target-acc {s['to']}" if s["to"] else ""
     flags += f" --stop-after {s['limit']}" if s["limit"] else ""
     words = [f"{args.data_dir}/{x}" if x.endswith(".npz") else x for x in flags.split()]
-    command = [sys.executable, HERE.parent / "run.py", *words, "--seed", task[4], "--resume",
+    command = [sys.executable, HERE.parent / "run.py", *words, "--seed", task[4],
                "--out", args.out, "--data-dir", args.data_dir]
     output, env = tempfile.TemporaryFile("w+"), os.environ | {"OMP_NUM_THREADS": str(args.threads)}
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
