@@ -20,7 +20,7 @@ PARTITIONS = ("iid", "dirichlet", "dirichlet-class", "shards")
 SAMPLINGS = ("fixed", "bernoulli")
 PURPOSES = {"split": 0, "model": 1, "cohort": 2, "batch": 3, "augment": 4, "synthetic": 5}
 PAD = 4        # pixels by which an augmented image may move
-TIMEOUT = 2.5  # seconds that a server may be silent; a name may stand for eight, tried one after another
+TIMEOUT = 20  # seconds that a server may be silent during a download
 
 
 def rng(seed: int, purpose: str, *keys: int) -> np.random.Generator:
@@ -77,12 +77,22 @@ def _counts_by_client(totals, sizes, alpha, g):
     for i, size in enumerate(sizes):
         p = g.dirichlet(np.full(len(totals), alpha))
         while (need := size - counts[i].sum()) > 0:  # each pass but the last uses up a class, so it ends
-            p = p * (left > 0)
-            q = p if p.sum() > 0 else left  # nothing it wants is left, or p has underflowed: what there is
+            p = _among(p, left > 0, alpha, g)
+            q = p if p.sum() > 0 else left  # numpy's draw for a giant alpha is no number: all classes alike
             drawn = np.minimum(g.multinomial(need, q / q.sum()), left)
             counts[i] += drawn
             left -= drawn
     return np.vstack([counts, left])
+
+
+def _among(p, room, alpha, g):
+    """p ~ Dirichlet(alpha * 1), set to 0 where there is no room; the caller renormalises it. For small alpha
+    numpy rounds most of p to 0. If all that has room was rounded, its shares are drawn again, since a part of
+    a Dirichlet, renormalised, is a Dirichlet of its own, however small the part was."""
+    p = p * room
+    if alpha < 1 and p.sum() == 0 and room.any():
+        p[room] = g.dirichlet(np.full(room.sum(), alpha))
+    return p
 
 
 def _counts_by_class(totals, num_clients, alpha, min_samples, g):
@@ -91,7 +101,7 @@ def _counts_by_class(totals, num_clients, alpha, min_samples, g):
         counts = np.zeros((num_clients, len(totals)), np.int64)
         for c, total in enumerate(totals):
             room = counts.sum(1) * num_clients < totals.sum()
-            p = g.dirichlet(np.full(num_clients, alpha)) * room
+            p = _among(g.dirichlet(np.full(num_clients, alpha)), room, alpha, g)
             p = p / p.sum() if p.sum() > 0 else room / max(room.sum(), 1)
             cuts = np.rint(np.cumsum(p)[:-1] * total).astype(np.int64)
             counts[:, c] = np.diff(cuts, prepend=0, append=total)
@@ -231,13 +241,14 @@ def _read_torchvision(name, root, letters):
     options = {"split": "letters"} if name == "emnist" else {}
     if missing:
         timeout = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(TIMEOUT)  # torchvision sets none, and would wait for good
+        socket.setdefaulttimeout(TIMEOUT)  # torchvision sets none, and would wait for ever
         try:
             kind(root, download=True, **options)
         except Exception as error:
             raise FileNotFoundError(
-                f"{folder} lacks {', '.join(missing)} ({shorten(str(error), 200)}); put them there, unpacked,"
-                " or name another folder by --data-dir, or use --dataset synthetic") from None
+                f"{name}: the download failed ({shorten(str(error) or repr(error), 300)}); try again, or put "
+                f"{', '.join(missing)} into {folder}, unpacked, or name another folder by --data-dir, or use "
+                "--dataset synthetic") from None
         finally:
             socket.setdefaulttimeout(timeout)
     sets = [kind(root, train=train, **options) for train in (True, False)]

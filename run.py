@@ -4,34 +4,52 @@
     python run.py --algo fedavg feddc fedssg --dataset synthetic    three methods, one table, no download
     torchrun --nproc-per-node 2 run.py --algo fedssg                clients spread over processes
 
-A run is one dict, and checkpoint.pt is that dict: dict(settings=..., log=[row, ...], state={"omega": ...}).
-The other files of its folder are printouts: written, never read.
+To read this file, follow main -> plan_runs -> play -> simulate -> play_round -> plan_round. `args` is the
+command line, with every preset filled in. `settings` is the part of it that changes a run's numbers. A hash
+of the settings ends the name of the run's folder, so the same command finds its run again and goes on.
+
+A run is one dict, and checkpoint.pt is that dict: dict(settings={...}, log=[row, ...], state={"omega": ...},
+commits=[...]). The other files of its folder are printouts: written, never read.
+
+Columns of log.csv, a row a round:
+    round, seconds          counted from 1; what the round took, with its evaluation
+    test_acc, test_loss     of omega on the test set: percent, mean loss; empty where it was not evaluated
+    train_loss              mean loss of the cohort's mini-batches
+    gate, h_norm, gain      means over the cohort: phi_i; ||h_i||; phi_i eta_t K_i alpha_i
+
+Exit codes: 0 done; 1 a file or the network fails; 2 bad input; 3 a run diverged, and the others were played;
+129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM after a checkpoint; 141 nobody reads the output any more.
+torchrun makes 1 of them all. It kills its processes 30 seconds after Ctrl-C: where a round takes longer, set
+--shutdown-timeout, if your torchrun has it. Else what was played since the last checkpoint is played again.
 """
 
 import argparse
 import contextlib
 import copy
 import ctypes
-import dataclasses
 import functools
 import hashlib
 import inspect
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
 import zipfile
-from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import data
 import models
@@ -52,22 +70,37 @@ ALPHA = {
     "feddc": dict(mnist={100: 0.1}, emnist={100: 0.1, 500: 0.2},
                   cifar10={100: 0.01, 500: 0.05}, cifar100={100: 0.01, 500: 0.05})}
 WEIGHT_DECAY = {"fedprox": 1e-5}        # every other method 1e-3
-# Not part of a run's identity: they change at most its rounding, where it ends or where it is kept, or
-# settings hold them by another name (algo, seeds, given, like).
-NOT_SETTINGS = {"algo", "given", "seeds", "like", "data_dir", "device", "state_device", "mode", "chunk",
-                "compile", "out", "resume", "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
+# Every flag is in one of these two, except the methods' hyper-parameters, which are settings by themselves.
+# Settings change a run's numbers, and its folder with them.
+SETTINGS = {"form", "dataset", "letters", "augment", "model", "hidden", "num_clients", "participation",
+            "sampling", "partition", "dir_alpha", "unbalanced_sigma", "min_samples", "shards", "rounds",
+            "local_epochs", "batch_size", "lr", "lr_decay", "weight_decay", "clip", "eval_every", "precision"}
+# These change at most a run's rounding, where it ends, where it is kept, or how often the program asks; or
+# settings hold them by another name (algo, seeds, like).
+NOT_SETTINGS = {"algo", "seeds", "like", "data_dir", "device", "mode", "chunk", "compile", "out", "overwrite",
+                "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")
 # Flags that count only if another has one of these values.
 NEEDS = dict(
     letters=("dataset", ["emnist"]), hidden=("model", ["fcn"]), shards=("partition", ["shards"]),
     dir_alpha=("partition", ["dirichlet", "dirichlet-class"]),
     unbalanced_sigma=("partition", ["iid", "dirichlet"]))
-SIGNALS = []                            # that have come in
-STAMPS = {}                             # checkpoint.pt -> its time of change when this process last used it
 
-# What does not change during a run: the data, each client's samples (indices of X) and label counts
-# (N, classes), the model, its first parameters, this process's device and rank, the number W of processes.
-Federation = namedtuple("Federation", "X Y X_test Y_test shares counts model omega device rank W")
+
+@dataclass(frozen=True)
+class Federation:
+    """What does not change during a run."""
+    X: Tensor               # (n, ...) training samples
+    Y: Tensor               # (n,) their labels
+    X_test: Tensor          # the test set, likewise
+    Y_test: Tensor
+    shares: list            # of N arrays: each client's samples, as indices of X
+    counts: np.ndarray      # (N, classes) each client's label counts
+    model: nn.Module        # its weights are a scratch pad; its shapes count
+    omega: Tensor           # (d,) the first parameters
+    device: torch.device    # this process's
+    rank: int               # this process, from 0
+    W: int                  # how many processes there are
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -88,58 +121,58 @@ def federate(settings, dataset, device):
     return Federation(X, Y, X_test, Y_test, shares, counts, model, flatten(model), device, rank, W)
 
 
-def simulate(run, fed, args):
+def simulate(run, fed, args, signals):
     """Play what is left of a run; returns its summary. The rest lies in the run's folder."""
     settings, log, folder = run["settings"], run["log"], folder_of(run["settings"], args)
-    rows_device, state = "cpu" if args.state_device == "cpu" else fed.device, run["state"]
-    for name, x in state.items():       # of rows a process keeps its own clients'
-        mine = x[fed.rank::fed.W].to(rows_device) if name.endswith("_i") else x.to(fed.device)
-        state[name] = mine.clone()
-    if fed.rank == 0:
-        announce(folder, run, fed, args)
+    # Copied, so that nothing of the loaded file stays mapped. Of rows a process keeps its own clients'.
+    state = run["state"] = {
+        name: (x[fed.rank::fed.W] if name.endswith("_i") else x).to(fed.device, copy=True)
+        for name, x in run["state"].items()}
     saved, warned = time.perf_counter(), set()
+    if fed.rank == 0:
+        announce(folder, run, fed, args, warned)
     while not done(log, args):
         row, largest = play_round(settings, fed, state, len(log) + 1, args)
         log.append(row)
-        if fed.rank == 0:
-            progress(settings, log, args)
-            warn(settings, log, largest, fed, warned)
         # the signal to end by (0: none), and whether a save is due
-        word = [max(SIGNALS, default=0), time.perf_counter() - saved >= args.checkpoint_every]
+        word = [max(signals, default=0), time.perf_counter() - saved >= args.checkpoint_every]
         if fed.W > 1:
             dist.broadcast_object_list(word)        # rank 0's counts
         signum, due = word
-        if signum or due or done(log, args):
-            save(folder, run, fed, args)
+        if signum or due or done(log, args):        # before anything is printed: the terminal may have gone
+            save(folder, run, fed, args, warned)
             saved = time.perf_counter()
+        if fed.rank == 0:
+            progress(settings, log, args)
+            warn(settings, log, largest, fed, warned)
         if signum:
-            stop(128 + signum, f"interrupted after round {len(log)}; the same command with --resume goes on")
+            command = "the same command" + " without --overwrite" * args.overwrite
+            stop(128 + signum, f"interrupted after round {len(log)}; {command} goes on")
     return summarise(log, args.target_acc)
 
 
 def play_round(settings, fed, s, t, args):
     """Round t: plan, train, let the method update s, evaluate.
-    Returns the row of the log, and the largest rho, gain and gate among this process's clients."""
-    began, seen, method = time.perf_counter(), {}, ALGORITHMS[settings["algo"]]
+    Returns the row of the log, and of what the method returns the largest among the cohort: {name: value}."""
+    began, losses, method = time.perf_counter(), [], ALGORITHMS[settings["algo"]]
     r, batches = plan_round(settings, fed, t, s["omega"].dtype)
 
     def train(rho, b):
-        seen["rho"] = rho
-        theta_i, seen["loss"] = local_sgd(
+        theta_i, loss_i = local_sgd(
             fed.model, s["omega"], rho, b, fed.X, fed.Y, lr=r.lr, weight_decay=settings["weight_decay"],
             clip=settings["clip"], mode=args.mode, chunk=args.chunk, compiled=args.compile,
             precision=settings["precision"], **batches)
+        losses.append(loss_i)
         return theta_i
-    method = functools.partial(with_rows_on_host, method) if args.state_device == "cpu" else method
     values = method(s, r, train, **settings["hyper"])                           # {name: (m,)}
 
-    *sums, loss, steps = total(*values.values(), seen["loss"], r.K_i)
+    *sums, loss, steps = total(*values.values(), losses[0], r.K_i)
     numbers = {name: x / r.m for name, x in zip(values, sums)} | {"train_loss": loss / steps}
     if t % settings["eval_every"] == 0 or t == r.T:
         X, Y = (x[fed.rank::fed.W] for x in (fed.X_test, fed.Y_test))
         tests = evaluate(fed.model, s["omega"], X, Y, precision=settings["precision"])
         numbers["test_acc"], numbers["test_loss"] = tests
-    largest = {name: x.max() for name, x in (values | {"rho": seen["rho"]}).items() if len(x)}
+    largest = maxima(values)
     floats = torch.stack([*numbers.values(), *largest.values()]).tolist()       # the host waits here alone
     row = dict.fromkeys(COLUMNS) | dict(zip(numbers, floats), round=t, seconds=time.perf_counter() - began)
     return row, dict(zip(largest, floats[len(numbers):]))
@@ -166,29 +199,26 @@ def plan_round(settings, fed, t, dtype):
         n_i=tensor(n[mine]), size_i=tensor(n[mine] / n.mean()), labels_i=tensor(fed.counts[mine])), batches
 
 
+def maxima(values):
+    """The largest of each (m,) tensor among the clients of all processes; 0 if nobody has any."""
+    largest = {name: x.max() if len(x) else x.new_zeros(()) for name, x in values.items()}
+    if largest and dist.is_initialized():
+        flat = torch.stack([*largest.values()])
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        largest = dict(zip(largest, flat))
+    return largest
+
+
 @torch.no_grad()
 def evaluate(model, theta, X, Y, batch=None, precision="float32"):
-    """Accuracy in percent and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
+    """Accuracy (%, float64) and mean loss of the model theta (d,), in eval mode, on all processes' (X, Y)."""
     batch = batch or (2000 if X.is_cuda else 250)       # on a CPU the CNN is faster so
     predict = as_function(copy.deepcopy(model).eval(), precision)       # the caller's stays in its mode
     out = torch.cat([predict(theta, x) for x in X.split(batch)])                        # (n, classes)
     loss_i = torch.nn.functional.cross_entropy(out, Y, reduction="none")
-    loss, right, n = total(loss_i, (out.argmax(dim=1) == Y).to(out.dtype), torch.ones_like(loss_i))
-    return 100 * right / n, loss / n
-
-
-def with_rows_on_host(method, s, r, train, **hyper):
-    """A round with s's rows in host memory: the method sees the cohort's rows only, on the device."""
-    i, device = r.i.cpu(), s["omega"].device
-    there = {name: x[i].to(device) if name.endswith("_i") else x for name, x in s.items()}
-    those = dataclasses.replace(r, num_rows=len(i), i=torch.arange(len(i), device=device))
-    values = method(there, those, train, **hyper)
-    for name, x in there.items():
-        if name.endswith("_i"):
-            s.setdefault(name, torch.zeros(r.num_rows, *x.shape[1:], dtype=x.dtype))[i] = x.cpu()
-        else:
-            s[name] = x
-    return values
+    right_i = (out.argmax(dim=1) == Y).double()         # a float32 has no 82.2
+    loss, right, n = total(loss_i, right_i, torch.ones_like(right_i))
+    return 100 * right / n, (loss / n).to(loss.dtype)
 
 
 def diverged(log):
@@ -220,40 +250,32 @@ def folder_of(settings, args):
     """The run's folder; its name ends in a hash of the settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     form = "" if settings.get("form", "stable") == "stable" else f"-{settings['form']}"
-    name = f"{Path(args.dataset).stem}-{settings['algo']}{form}-seed{settings['seed']}-{digest}"
+    name = f"{Path(settings['dataset']).stem}-{settings['algo']}{form}-seed{settings['seed']}-{digest}"
     return Path(args.out) / name
 
 
-def load(folder, settings, fed):
+def load(folder, settings, fed, args):
     """The run in checkpoint.pt, its tensors mapped from the file; a new run if there is none."""
     path = folder / "checkpoint.pt"
-    STAMPS[path] = changed(path)
-    if not path.exists():
-        return dict(settings=settings, log=[], state={"omega": fed.omega})
+    if args.overwrite or not path.exists():
+        return dict(settings=settings, log=[], state={"omega": fed.omega}, commits=[])
     try:
-        if zipfile.ZipFile(path).testzip():         # torch.load looks at no checksum
-            raise ValueError("checksum")
+        with zipfile.ZipFile(path) as file:     # torch.load looks at no checksum
+            if file.testzip():
+                raise ValueError("a checksum is wrong")
         run = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        known = run["settings"]
-        names = [name for name in settings | known if settings.get(name) != known.get(name)]
+        its = run["settings"]
+        for name in settings | its:
+            if its.get(name) != settings.get(name):
+                raise ValueError(f"its run has {name} {its.get(name)}, not {settings.get(name)}")
         run["state"]["omega"], summarise(run["log"], 0)         # all there?
-    except (PermissionError, MemoryError):
-        raise
-    except Exception as error:      # torch raises many kinds for a damaged file
-        if "to allocate" in str(error):
-            raise
-        stop(1, f"{path}: not a whole checkpoint ({type(error).__name__}); remove its folder to start anew")
-    if names:
-        own, asked = (x.get(names[0]) for x in (known, settings))
-        stop(2, f"{path}: its run has {names[0]} {own}, not {asked}; use another --out")
-    return run
+    except Exception as error:      # torch raises many kinds for what it cannot load
+        why = shorten(f"{type(error).__name__}: {error}", 120)
+        stop(1, f"{path}: cannot go on from this file ({why}); use another --out")
+    return {"commits": [None]} | run        # older runs do not say
 
 
-def changed(path):
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-def save(folder, run, fed, args):
+def save(folder, run, fed, args, warned):
     """checkpoint.pt, then the printouts, by rank 0. Of a run with no round left, omega alone is kept."""
     state, log = run["state"], run["log"]
     if len(log) == args.rounds or diverged(log):
@@ -266,26 +288,28 @@ def save(folder, run, fed, args):
         if fed.rank == 0:
             state = state | {name: torch.cat([rows[name] for rows in everyones])[order] for name in mine}
     if fed.rank == 0:
-        path = folder / "checkpoint.pt"
-        if changed(path) != STAMPS[path]:
-            stop(1, f"{folder}: another process plays this run")
-        write(path, run | {"state": state})
-        STAMPS[path] = changed(path)
-        print_out(folder, run, fed, args)
+        write(folder / "checkpoint.pt", run | {"state": state})
+        print_out(folder, run, fed, args, warned)
 
 
-def print_out(folder, run, fed, args):
-    """Write config.json, summary.json, model.pt and log.csv anew."""
-    config = dict(settings=run["settings"], device=str(fed.device), processes=fed.W, torch=torch.__version__,
-                  numpy=np.__version__, python=sys.version.split()[0])
-    write(folder / "config.json", json.dumps(config, indent=1))
-    write(folder / "summary.json", json.dumps(summarise(run["log"], args.target_acc), indent=1))
+def print_out(folder, run, fed, args, warned):
+    """Write config.json, summary.json, log.csv and model.pt anew. A run goes on without them."""
+    config = dict(settings=run["settings"], commits=run["commits"], device=str(fed.device), processes=fed.W,
+                  torch=torch.__version__, numpy=np.__version__, python=sys.version.split()[0])
     lines = [",".join("" if row[name] is None else str(row[name]) for name in COLUMNS) for row in run["log"]]
-    write(folder / "log.csv", "\n".join([",".join(COLUMNS), *lines]))
     params = trainable(fed.model)
     for p, part in zip(params, parts(params, run["state"]["omega"])):
         p.data.copy_(part)
-    write(folder / "model.pt", {name: x.cpu() for name, x in fed.model.state_dict().items()})
+    printouts = {
+        "config.json": json.dumps(config, indent=1),
+        "summary.json": json.dumps(summarise(run["log"], args.target_acc), indent=1),
+        "log.csv": "\n".join([",".join(COLUMNS), *lines]),
+        "model.pt": {name: x.cpu() for name, x in fed.model.state_dict().items()}}
+    for name, content in printouts.items():
+        try:
+            write(folder / name, content)
+        except (OSError, RuntimeError) as error:        # a full disk, for torch.save, is a RuntimeError
+            warn_once(warned, "printouts", f"{folder / name}: {error}; the run goes on without it")
 
 
 def write(path, content):
@@ -300,32 +324,39 @@ def write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:        # torch makes a RuntimeError of a full disk
-        stop(1, f"{path}: {error if isinstance(error, OSError) else error.__context__ or error}")
     finally:
         with contextlib.suppress(OSError):      # of a disk that cannot be written to
             temporary.unlink(missing_ok=True)
 
 
+@functools.cache        # of the start: the files may change while it runs
+def commit():
+    """The commit of this program, with + if files differ from it; None where git cannot tell."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty=+", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, UnicodeError):
+        return subprocess.run(command, cwd=Path(__file__).resolve().parent, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+
+
 # ---- what the user sees ------------------------------------------------------------------------------------
 
-def announce(folder, run, fed, args):
+def announce(folder, run, fed, args, warned):
     """Say what is about to be played, or that nothing is left; write the printouts anew."""
     settings, log, n = run["settings"], run["log"], fed.counts.sum(axis=1)
-    if changed(folder / "checkpoint.pt") != STAMPS[folder / "checkpoint.pt"]:       # since all were loaded
-        stop(1, f"{folder}: another process has played this run; --resume takes its rounds")
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("*.tmp"):       # by a kill, unless another process is just writing it
         if time.time() - left.stat().st_mtime > 60:
             left.unlink(missing_ok=True)
-    if not log and (args.resume or (folder / "log.csv").exists()):
-        print(f"{folder}: no checkpoint to resume; starts at round 1")
-    elif done(log, args):
+    if done(log, args):
         print(f"{folder}: {'diverged' if diverged(log) else 'finished'} at round {len(log)}, nothing to do")
+    else:
+        run["commits"] = list(dict.fromkeys([*run["commits"], commit()]))
+        if log:
+            print(f"{folder}: goes on at round {len(log) + 1}")
     hyper = ", ".join(f"{name} {value}" for name, value in settings["hyper"].items()) or "no hyper-parameters"
     print(f"{settings['algo']} seed {settings['seed']}: {hyper}; {len(n)} clients of {n.min()} to {n.max()} "
           f"samples; {len(fed.omega)} parameters on {fed.device}; results in {folder}", flush=True)
-    print_out(folder, run, fed, args)
+    print_out(folder, run, fed, args, warned)
 
 
 def progress(settings, log, args):
@@ -344,29 +375,30 @@ def progress(settings, log, args):
 
 
 def warn(settings, log, largest, fed, warned):
-    """Say once what overshoots, or that nothing is learnt; of a run that diverged, what is most at fault."""
-    algo, lr, guess = settings["algo"], settings["lr"], math.log(max(fed.counts.shape[1], 2))
-    decay = settings["lr_decay"] ** (len(log) - 1)
-    growth = decay * largest.get("gate", 0) if settings["hyper"].get("correction") == "state" else 0
-    loss = min(row["train_loss"] for row in log[-10:]) if len(log) >= 10 else 0
-    # see fedssg's docstring
-    gain_limit = 1 if [settings["hyper"].get(x) for x in ("alignment", "correction")] == ["inner", "plain"] else 2
-    strength = {"fedprox": "--mu", "fedvra": "--gamma", "fedssg": "--alpha, or --gate-shape clip"}
-    strength = f"lower {strength.get(algo, '--alpha')} or --lr"
-    found = [       # value, limit, what it is, what to lower or to use
-        (lr * decay * largest.get("rho", 0), 1, "eta_t max rho_i", strength),
-        (lr * decay * settings["weight_decay"], 2, "eta_t lambda", "lower --lr or --weight-decay"),
-        (largest.get("gain", 0), gain_limit, "phi eta K alpha", "lower --alpha (or --kappa) or --lr"),
-        (growth, 2, "phi eta_t / eta_0", "use --correction plain, as --form stable does"),
-        (loss, 2 * guess, f"the train loss of ten rounds, with ln(classes) {guess:.3g},", "lower --lr")]
-    value, limit, what, advice = max(found, key=lambda x: x[0] / x[1] if math.isfinite(x[0]) else 0)
-    fault = f"{what} is {value:.3g}, above {limit:.3g}; {advice}" if value > limit else "lower --lr"
-    where = f"{algo} seed {settings['seed']}"
+    """Say once what grows without bound (see fedssg's docstring), that nothing is learnt, or divergence."""
+    hyper, where = settings["hyper"], f"{settings['algo']} seed {settings['seed']} round {len(log)}"
+    gain = largest.get("gain", 0)
+    limit = 1 if (hyper.get("alignment"), hyper.get("correction")) == ("inner", "plain") else 2
+    if gain > limit:
+        warn_once(warned, "gain", f"{where}: the gain phi eta K alpha is {gain:.3g}, above {limit}; "
+                  "lower --alpha (or --kappa) or --lr")
+    growth = largest.get("gate", 0) * settings["lr_decay"] ** (len(log) - 1)
+    if hyper.get("correction") == "state" and growth > 2:
+        warn_once(warned, "growth", f"{where}: phi eta_t / eta_0 is {growth:.3g}, above 2; "
+                  "use --correction plain, as --form stable does")
+    guess = math.log(max(fed.counts.shape[1], 2))
+    if len(log) >= 10 and min(row["train_loss"] for row in log[-10:]) > 2 * guess:
+        warn_once(warned, "loss", f"{where}: nothing is learnt: the train loss of ten rounds is above twice "
+                  f"ln(classes), {2 * guess:.3g}; lower --lr")
     if diverged(log):
-        print(f"run.py: {where}: diverged at round {len(log)}; {fault}", file=sys.stderr)
-    elif value > limit and what not in warned:
-        warned.add(what)
-        print(f"warning: {where} round {len(log)}: {fault}", file=sys.stderr)
+        warn_once(warned, "end", f"{where}: diverged; lower --lr, or what a warning above names")
+
+
+def warn_once(warned, what, message):
+    """Print a warning, if this is the first about `what` that the set `warned` knows of."""
+    if what not in warned:
+        print(f"warning: {message}", file=sys.stderr)
+    warned.add(what)
 
 
 def table(results, args):
@@ -409,7 +441,7 @@ def number(kind, low, high=10 ** 9):
             value = math.nan
         if not low <= value <= high:
             what = "an integer" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text.strip()!r} is not {what} from {low:g} to {high:g}")
         return value
     return parse
 
@@ -426,7 +458,8 @@ def hyper_parameters():
 
 def flag_parser():
     parser = argparse.ArgumentParser(
-        prog="run.py", allow_abbrev=False, description=__doc__.splitlines()[0],
+        prog="run.py", allow_abbrev=False, description="Run FedSSG and the methods it is compared with.",
+        epilog="Columns of log.csv and exit codes: see the head of run.py.",
         argument_default=argparse.SUPPRESS, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.error = lambda message: stop(2, message)
     positive, count, share = number(float, 1e-9), number(int, 1), number(float, 1e-9, 1)
@@ -470,9 +503,8 @@ def flag_parser():
     add("--compile", **yes, help="vmap: compile the step, once a size of cohort; needs a C++ compiler")
     add("--precision", choices=("float32", "tf32", "bf16"), default="float32",
         help="of the model; tf32: CUDA only; bf16: by autocast, fast on GPUs and on CPUs that have it")
-    add("--state-device", choices=("auto", "cpu"), default="auto", help="cpu: per-client rows in host memory")
-    add("--out", default="runs", help="folder of the results")
-    add("--resume", **yes, help="go on with runs that were interrupted")
+    add("--out", default="runs", help="folder of the results; the same command goes on where a run stopped")
+    add("--overwrite", **yes, help="begin the runs anew, as after a change of a method's code")
     add("--checkpoint-every", type=number(float, 0), default=60.0, help="seconds; 0: each round")
     group = parser.add_argument_group(
         "hyper-parameters", "Each goes to those of the named methods that have it. --form sets some of "
@@ -485,27 +517,26 @@ def flag_parser():
             options["type"] = lambda text: text if text == "auto" else number(float, 0)(text)
         defaults = ", ".join(f"{algo} {'by form and data set' if p.default is None else p.default}"
                              for algo, p in users.items())
-        group.add_argument(flag(f"--{name}"), help=f"default: {defaults}", **options)
+        group.add_argument(flag(name), help=f"default: {defaults}", **options)
     return parser
 
 
-def flag(text):
-    """A flag, with - for _ in its name."""
-    name, equals, value = text.partition("=")
-    return name.replace("_", "-") + equals + value
+def flag(name):
+    return "--" + name.replace("_", "-")
 
 
 def parse(argv):
     """The flags, with every preset filled in; one line and exit code 2 for what is not accepted."""
     parser = flag_parser()
-    args = parser.parse_args([flag(token) if token.startswith("--") else token for token in argv])
+    # argparse takes -1e-3 for a flag, but no word that begins with a space
+    args = parser.parse_args([re.sub(r"^(?=-(\d|\.|inf|nan))", " ", word) for word in argv])
     args.algo = list(ALGORITHMS) if "all" in args.algo else list(dict.fromkeys(args.algo))
     args.seeds, args.out = list(dict.fromkeys(args.seeds)), os.path.expanduser(args.out)
     owners, algos = hyper_parameters(), ", ".join(args.algo)
     args.given = {name: vars(args).pop(name) for name in owners if name in args}
     for name in args.given:
         if not owners[name].keys() & set(args.algo):
-            stop(2, f"{flag('--' + name)}: none of {algos} has it; it belongs to {', '.join(owners[name])}")
+            stop(2, f"{flag(name)}: none of {algos} has it; it belongs to {', '.join(owners[name])}")
     if "form" in args and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
     vars(args).setdefault("form", "stable")
@@ -514,7 +545,7 @@ def parse(argv):
     for name in asked:
         other, values = NEEDS[name]
         if vars(args)[other] not in values:
-            stop(2, f"{flag('--' + name)}: needs --{other} {' or '.join(values)}")
+            stop(2, f"{flag(name)}: needs --{other} {' or '.join(values)}")
     if "fedssg" in args.algo:
         hyper = settings_for("fedssg", 0, args)["hyper"]
         try:
@@ -558,7 +589,7 @@ def settings_for(algo, seed, args):
         del hyper["alpha"]          # the preset's
     hyper = {name: value for name, value in hyper.items() if value is not None}
     settings = {"weight_decay": WEIGHT_DECAY.get(algo, 1e-3), "algo": algo, "seed": seed, "hyper": hyper}
-    settings |= {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    settings |= {name: value for name, value in vars(args).items() if name in SETTINGS}
     if algo != "fedssg":
         del settings["form"]
     if args.model != "fcn":
@@ -571,7 +602,8 @@ def settings_for(algo, seed, args):
 def stop(code, message):
     """End the program with one line; of several processes the first says what concerns all."""
     if code == 1 or os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
-        print(f"run.py: {message}", file=sys.stderr)
+        with contextlib.suppress(OSError):      # of a terminal that has gone
+            print(f"run.py: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -582,14 +614,12 @@ def open_device(args):
     W, cuda = int(os.environ.get("WORLD_SIZE") or 1), args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not cuda:
         stop(2, "--device cuda: this machine has no CUDA device that torch can use; use cpu")
-    if W > 1 and args.state_device == "cpu":
-        stop(2, "--state-device cpu: works in one process; start without torchrun")
-    if W > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
     if (args.chunk or args.compile) and (args.mode == "loop" or (args.mode == "auto" and not cuda)):
         stop(2, "--chunk and --compile: work with --mode vmap")
     if args.precision == "tf32" and not cuda:
         stop(2, "--precision tf32: works on CUDA only; use float32 or bf16")
+    if W > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
     if not cuda:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if W > 1 else 0)
@@ -600,69 +630,84 @@ def open_device(args):
 
 
 def load_data(args, device):
-    """The data set. Contents make an .npz what it is, whatever its path."""
+    """The data set, and settings that it tells: the contents make an .npz what it is, whatever its path."""
     first = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-    for turn in (True, False):      # the first process of a machine may have to download
-        if turn == first:
-            dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
-        if dist.is_initialized():
-            dist.barrier()
-    if args.dataset.endswith(".npz"):
-        path = Path(args.dataset).expanduser()
-        # both become settings
-        args.contents, args.dataset = hashlib.sha256(path.read_bytes()).hexdigest()[:8], path.name
-    return dataset
+    with warnings.catch_warnings(record=True) as found:
+        for turn in (True, False):      # the first process of a machine may have to download
+            if turn == first:
+                dataset = data.load(args.dataset, args.data_dir, device, letters=args.letters)
+            if dist.is_initialized():
+                dist.barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for warning in found:
+            print(f"warning: {warning.message}", file=sys.stderr)
+    if not args.dataset.endswith(".npz"):
+        return dataset, {}
+    path = Path(args.dataset).expanduser()
+    return dataset, dict(dataset=path.name, contents=hashlib.sha256(path.read_bytes()).hexdigest()[:8])
 
 
 def plan_runs(args, device):
     """The runs of every method under every seed, [(run, fed), ...], as their folders hold them."""
-    dataset, runs = load_data(args, device), []
+    dataset, own = load_data(args, device)
     # the methods share a seed's split and first model
     feds = {seed: federate(settings_for(args.algo[0], seed, args), dataset, device) for seed in args.seeds}
+    runs = []
     for algo in args.algo:
         for seed, fed in feds.items():
             # a version of numpy that draws otherwise makes another run
             split = hashlib.sha256(np.concatenate([fed.counts.sum(axis=1), *fed.shares]).tobytes())
-            settings = settings_for(algo, seed, args) | {"split": split.hexdigest()[:8]}
-            folder = folder_of(settings, args)
-            run = load(folder, settings, fed)
-            if run["log"] and not args.resume and not done(run["log"], args):
-                stop(2, f"{folder}: an unfinished run; add --resume to go on, or choose another --out")
-            runs.append((run, fed))
+            settings = settings_for(algo, seed, args) | own | {"split": split.hexdigest()[:8]}
+            runs.append((load(folder_of(settings, args), settings, fed, args), fed))
     return runs
 
 
 def play(runs, args):
     """Play them, and print the table, whatever ends them; returns the exit code."""
     results, rank = {}, runs[0][1].rank
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, interrupt)
+    if args.overwrite and rank == 0:        # all are loaded, so nothing else can be wrong
+        for run, _ in runs:
+            (folder_of(run["settings"], args) / "checkpoint.pt").unlink(missing_ok=True)
     try:
-        while runs:
-            run, fed = runs.pop(0)          # so that its state is given back when it ends
-            summary = simulate(run, fed, args)
-            results.setdefault(run["settings"]["algo"], []).append(summary)
+        with signals_noted() as signals:
+            while runs:
+                run, fed = runs.pop(0)          # so that its state is given back when it ends
+                summary = simulate(run, fed, args, signals)
+                results.setdefault(run["settings"]["algo"], []).append(summary)
     finally:
         if results and rank == 0:
             table(results, args)
     return 3 if any(run["diverged"] for its_runs in results.values() for run in its_runs) else 0
 
 
-def interrupt(signum, frame):
-    """Ctrl-C or SIGTERM: end at the end of the round; a second one ends at once."""
-    SIGNALS.append(signum)
-    signal.signal(signum, signal.SIG_DFL)
+@contextlib.contextmanager
+def signals_noted():
+    """A list of the signals to end by that have come in: a run ends at the end of the round. A second Ctrl-C
+    ends at once. A signal that is ignored, as SIGHUP under nohup, stays so. Afterwards all is as before."""
+    noted, before = [], {}
+
+    def note(signum, frame):
+        noted.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
+    try:
+        yield noted
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def main(argv=None):
     """Play what the command line says; what is not the program's fault ends it with one line."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")        # a terminal without ± shows ?
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")        # a terminal without ± shows ?
     with contextlib.suppress(AttributeError, OSError, TypeError):
         # glibc returns blocks above 32 MB, so memory stays flat; it keeps up to 128 MB of others for reuse
         for option, size in ((-3, 32), (-1, 128)):      # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, size * 2 ** 20)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     args = parse(sys.argv[1:] if argv is None else argv)
     try:
         code = play(plan_runs(args, open_device(args)), args)
@@ -678,14 +723,6 @@ def main(argv=None):
         sys.exit(141)
     except OSError as error:
         stop(1, f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (MemoryError, RuntimeError) as error:
-        text, kind = str(error), type(error).__module__
-        if isinstance(error, MemoryError) or "to allocate" in text or "ALLOC_FAILED" in text:
-            stop(1, "out of memory; use fewer clients, a smaller --model or --hidden, or --chunk")
-        if kind.startswith("torch._") or isinstance(error, dist.DistError) or "gloo" in text:
-            # a compiler is missing (after which torch tells its developers' switches), or a process has gone
-            stop(1, text.split("\n\nSet TORCH")[0].strip().splitlines()[-1])
-        raise
 
 
 if __name__ == "__main__":

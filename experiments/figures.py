@@ -426,7 +426,7 @@ def play_scatter(flags, path, rounds=100, client=0):
         args = run.parse([*flags, "--algo", algo])
         device = run.open_device(args)
         settings = run.settings_for(algo, args.seeds[0], args) | {"eval_every": args.rounds}
-        fed = run.federate(settings, run.load_data(args, device), device)
+        fed = run.federate(settings, run.load_data(args, device)[0], device)
         s, own, before = {"omega": fed.omega.clone()}, fed.shares[client], None
         for t in range(1, min(rounds, args.rounds) + 1):
             run.play_round(settings, fed, s, t, args)
