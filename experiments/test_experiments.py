@@ -294,7 +294,7 @@ def test_harvest_takes_what_is_finished(tmp_path, capsys, monkeypatch):
     runs.mkdir()
     flags = f"{studies.STUDIES['smoke']['setting']} --algo feddc"
     for seed, accs in enumerate([(10, 20, 30), (10, 10, 20)]):
-        run_folder(runs, flags, seed, accs, config=[("commit", "abc")] if seed else ())
+        run_folder(runs, flags, seed, accs, config=[("commits", [None, "abc", "def+"])] if seed else ())
     running = run_folder(runs, f"{flags} --lr 0.2", 0, (10, 20), goal=90)
     at_target = run_folder(runs, f"{flags} --lr 0.3", 0, (10, 20), goal=20)
     limit = run_folder(runs, f"{studies.JPEG} --algo feddc", 0, range(150), goal=200, contents="c069ea35")
@@ -307,7 +307,7 @@ def test_harvest_takes_what_is_finished(tmp_path, capsys, monkeypatch):
     assert told[at_target.name].startswith("taken in") and told[limit.name].startswith("taken in")
     its = records.measured(results)[records.key_of(flags)]
     assert {seed: (row["version"], row["best"]) for seed, row in its.items()} == {
-        0: ("v1", "30.00"), 1: ("abc", "20.00")}
+        0: ("v1", "30.00"), 1: ("abc def+", "20.00")}
     assert records.curve_of(its[0], results) == {1: 10.0, 2: 20.0, 3: 30.0}
     reproduce.main(["--harvest", str(runs), "--results", "~/results"])
     assert capsys.readouterr().out.count("there already") == 4
