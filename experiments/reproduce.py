@@ -92,7 +92,7 @@ def start(words):
     parent, linux = os.getpid(), sys.platform == "linux"
     library = ctypes.CDLL(None) if linux else None
 
-    def end_with_parent():          # after a kill, too; other systems know the signals alone that are passed on
+    def end_with_parent():          # after a kill, too; elsewhere after the signals alone that are passed on
         library.prctl(1, signal.SIGTERM)            # PR_SET_PDEATHSIG
         if os.getppid() != parent:                  # it died before that
             os._exit(1)

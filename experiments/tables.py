@@ -213,8 +213,10 @@ def kappa_test(rows):
     for name, (title, _, to, _, _) in KAPPA_SETTINGS.items():
         (wanted, ours), (_, theirs) = (rows_for(f"kappa-{name}", x, ROWS[x], rows)
                                        for x in ("fedssg scaled", "fedssg stable"))
-        both = len(ours.keys() & theirs.keys())
-        count = f"{both}" + f" of {len(wanted)}" * (both < len(wanted))
+        both = ours.keys() & theirs.keys()
+        count = f"{len(both)}" + f" of {len(wanted)}" * (len(both) < len(wanted))
+        if both:                    # means of different seeds would mislead
+            ours, theirs = ({seed: its[seed] for seed in sorted(both)} for its in (ours, theirs))
         cells, (alone, *_) = (rounds_cells(its, base, "", to) if to else accuracy_cells(its, base, "")
                               for its, base in ((ours, theirs), (theirs, {})))
         difference = cells[2:4] if to else cells[1:3]

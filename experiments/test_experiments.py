@@ -226,6 +226,16 @@ def test_kappa_s_regrets_by_hand(tmp_path):
     assert worst[0] == "worst shortfall in 2 of 7 settings" and worst[3:] == ["1.3", "1.0", "2.0", "1.3"]
 
 
+def test_kappa_beside_alpha_by_hand(tmp_path):
+    """On the seeds that both have: 25 and 27 rounds against 24 and 30; the third seed has no partner."""
+    for label, met in ("fedssg scaled", (25, 27)), ("fedssg stable", (24, 30, 90)):
+        for seed, rounds in enumerate(met):
+            result(tmp_path, "kappa-100", label, seed, rounds, "target", targets=f"97:{rounds}")
+    line = lines_of("\n".join(tables.kappa_test(records.measured(tmp_path))))[1]
+    # -1 on average, 12.706 * 2.828 / sqrt(2) = 25.4
+    assert line[2:] == ["2 of 10", "26.0 ± 1.4", "27.0 ± 4.2", "-1.0", "-26.4 to +24.4"]
+
+
 # ---- tables ----
 
 def test_table_groups_by_all_that_differs(tmp_path, capsys):
