@@ -164,7 +164,8 @@ def row_of(folder, targets=(), version="unknown"):
         finite = all(math.isfinite(float(x)) for row in log[-1:] for x in row.values() if x)
         pace = mean([float(row["seconds"]) for row in log] or [0])
         date = datetime.date.fromtimestamp((folder / "log.csv").stat().st_mtime)
-        made_with = {x: config[x] for x in ("device", "torch")} | {"version": config.get("commit") or version}
+        commits = [x for x in config.get("commits") or [config.get("commit")] if x]     # several if it went on
+        made_with = {x: config[x] for x in ("device", "torch")} | {"version": " ".join(commits) or version}
         flags, hyper, T = flags_of(s), s["hyper"], s["rounds"]
         split = s["partition"] + f"{s['dir_alpha']}" * s["partition"].startswith("dirichlet")
         name, share = s["dataset"], f"{100 * s['participation']:g}"
@@ -281,6 +282,18 @@ def untuned(name, rows):
 def ending(row):
     """The mean of the last 50 evaluations in percent, or the last of a run too short for them."""
     return float(row["last50_mean"] or row["last"] or "nan")
+
+
+def missing(names, rows, seeds=math.inf):
+    """What the studies still want, seed after seed, as (study, label, flags, key, seed)."""
+    for name in names:
+        variants = variants_of(name, rows)
+        wanted = {label: rows_for(name, label, flags, rows, seeds) for label, flags in variants.items()}
+        for seed in sorted({seed for its, _ in wanted.values() for seed in its}):
+            for label, flags in variants.items():
+                if seed in wanted[label][0] and seed not in wanted[label][1]:
+                    flags = f"{STUDIES[name]['setting']} {flags}"
+                    yield name, label, flags, key_of(flags), seed
 
 
 def run_folders(paths):

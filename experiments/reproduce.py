@@ -33,24 +33,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from records import (  # noqa: E402, F401     figures.py takes the rest
-    keep, key_of, measured, pairs, paper, reached, read_csv, resolve, row_of, rows_for, run_folders, stop,
-    untuned, variants_of, write, write_csv)
+    keep, measured, missing, pairs, paper, reached, read_csv, resolve, row_of, run_folders, stop, untuned,
+    write, write_csv)
 from studies import ALL, STUDIES  # noqa: E402
 from tables import INTRO, entries_of, entries_of_folders, provenance, sections, table  # noqa: E402
 
 # ---- runs --------------------------------------------------------------------------------------------------
-
-def missing(names, rows, seeds=math.inf):
-    """What the studies still want, seed after seed, as (study, label, flags, key, seed)."""
-    for name in names:
-        variants = variants_of(name, rows)
-        wanted = {label: rows_for(name, label, flags, rows, seeds) for label, flags in variants.items()}
-        for seed in sorted({seed for its, _ in wanted.values() for seed in its}):
-            for label, flags in variants.items():
-                if seed in wanted[label][0] and seed not in wanted[label][1]:
-                    flags = f"{STUDIES[name]['setting']} {flags}"
-                    yield name, label, flags, key_of(flags), seed
-
 
 def dry_run(names, args):
     """Say what is missing, and how long it takes."""
@@ -104,11 +92,11 @@ def start(words):
     parent, linux = os.getpid(), sys.platform == "linux"
     library = ctypes.CDLL(None) if linux else None
 
-    def end_with_parent():          # after a kill, too; other systems know the signals alone that are passed on
+    def end_with_parent():          # after a kill, too; elsewhere after the signals alone that are passed on
         library.prctl(1, signal.SIGTERM)            # PR_SET_PDEATHSIG
         if os.getppid() != parent:                  # it died before that
             os._exit(1)
-    output, env = tempfile.TemporaryFile("w+", encoding="utf-8"), os.environ | {"OMP_NUM_THREADS": "1"}
+    output, env = tempfile.TemporaryFile("w+", errors="replace"), os.environ | {"OMP_NUM_THREADS": "1"}
     # in a session of its own: a terminal's Ctrl-C reaches it once, through us
     process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True, env=env,
                                preexec_fn=end_with_parent if linux else None)
@@ -180,10 +168,11 @@ def play(names, args):
 
 def print_tables(names, folders, args):
     of_folders = entries_of_folders(folders, args.target)
-    labels = {label for name in names for label, *_ in entries_of(name, args.results)} | {
-        label for entries in of_folders.values() for label, *_ in entries.values()}
-    if args.minus and not any(label.startswith(args.minus) for label in labels):
-        stop(f"--minus {args.minus}: no such row; use one of {', '.join(sorted(labels))}")
+    if args.minus:
+        labels = {label for name in names for label, *_ in entries_of(name, args.results)} | {
+            label for entries in of_folders.values() for label, *_ in entries.values()}
+        if not any(label.startswith(args.minus) for label in labels):
+            stop(f"--minus {args.minus}: no such row; use one of {', '.join(sorted(labels))}")
     lines, rows = [], []
     for (setting, goal), entries in of_folders.items():
         lines += table(setting, list(entries.values()), args.target or [goal], True, args.minus or "feddc")

@@ -4,7 +4,7 @@ import math
 from statistics import mean, stdev
 
 from records import (
-    chosen, curve_of, ending, measured, pairs, paper, paper_key, reached, row_of, rows_for, untuned,
+    chosen, curve_of, ending, measured, missing, pairs, paper, paper_key, reached, row_of, rows_for, untuned,
     variants_of)
 from studies import KAPPA_SETTINGS, KAPPAS, ROWS, STUDIES
 
@@ -128,10 +128,15 @@ def study_table(name, args, rows):
         more += [(head, {label: its[k] for label, its in cells.items()}) for k, head in enumerate(heads)]
     whole = not s["to"] and not s["limit"]
     lines = table(s["title"], entries, args.target or s["targets"], whole, args.minus or s["minus"], more)
-    left, waiting = sum(n - len(its) for _, _, its, n in entries), untuned(name, rows)
-    lines += [f"`reproduce.py {name}` plays {left} runs that are not measured.", ""] if left else []
+    waiting = untuned(name, rows)
     lines += [f"Not tuned yet: {'; '.join(waiting)}.", ""] if waiting else []
-    return lines
+    return lines + not_measured(name, [name], rows, args.seeds)
+
+
+def not_measured(what, names, rows, seeds):
+    """A line that says how many runs the studies still want, if any."""
+    left = sum(1 for _ in missing(names, rows, seeds))
+    return [f"`reproduce.py {what}` plays {left} runs that are not measured.", ""] if left else []
 
 
 def last_ten(rows, limit, results):
@@ -208,8 +213,10 @@ def kappa_test(rows):
     for name, (title, _, to, _, _) in KAPPA_SETTINGS.items():
         (wanted, ours), (_, theirs) = (rows_for(f"kappa-{name}", x, ROWS[x], rows)
                                        for x in ("fedssg scaled", "fedssg stable"))
-        both = len(ours.keys() & theirs.keys())
-        count = f"{both}" + f" of {len(wanted)}" * (both < len(wanted))
+        both = ours.keys() & theirs.keys()
+        count = f"{len(both)}" + f" of {len(wanted)}" * (len(both) < len(wanted))
+        if both:                    # means of different seeds would mislead
+            ours, theirs = ({seed: its[seed] for seed in sorted(both)} for its in (ours, theirs))
         cells, (alone, *_) = (rounds_cells(its, base, "", to) if to else accuracy_cells(its, base, "")
                               for its, base in ((ours, theirs), (theirs, {})))
         difference = cells[2:4] if to else cells[1:3]
@@ -226,17 +233,21 @@ def sections(names, args):
     for name in names:
         if together and name == kappa[0]:
             lines += ["## kappa", "", *kappa_tuning(rows), *kappa_test(rows)]
+            lines += not_measured("kappa", kappa, rows, args.seeds)
         elif not together or name not in kappa:
-            its = tuning_table(name, rows) if STUDIES[name]["choices"] and not STUDIES[name]["tuning"] else (
-                study_table(name, args, rows))
-            lines += [f"## {name}", "", *its]
+            lines += [f"## {name}", ""]
+            if STUDIES[name]["choices"] and not STUDIES[name]["tuning"]:
+                lines += tuning_table(name, rows) + not_measured(name, [name], rows, args.seeds)
+            else:
+                lines += study_table(name, args, rows)
     used = [row for name in names for _, _, its, _ in entries_of(name, args.results, args.seeds, rows)
             for row in its.values()]
     return lines + provenance(used)
 
 
 def provenance(rows):
-    used = {x: sorted({row[x] for row in rows} - {""}) for x in ("version", "torch", "device", "date")}
+    columns = ("version", "torch", "device", "date")
+    used = {x: sorted({word for row in rows for word in row[x].split()}) for x in columns}
     return ["; ".join(f"{x} {', '.join(those)}" for x, those in used.items() if those), ""]
 
 

@@ -226,6 +226,16 @@ def test_kappa_s_regrets_by_hand(tmp_path):
     assert worst[0] == "worst shortfall in 2 of 7 settings" and worst[3:] == ["1.3", "1.0", "2.0", "1.3"]
 
 
+def test_kappa_beside_alpha_by_hand(tmp_path):
+    """On the seeds that both have: 25 and 27 rounds against 24 and 30; the third seed has no partner."""
+    for label, met in ("fedssg scaled", (25, 27)), ("fedssg stable", (24, 30, 90)):
+        for seed, rounds in enumerate(met):
+            result(tmp_path, "kappa-100", label, seed, rounds, "target", targets=f"97:{rounds}")
+    line = lines_of("\n".join(tables.kappa_test(records.measured(tmp_path))))[1]
+    # -1 on average, 12.706 * 2.828 / sqrt(2) = 25.4
+    assert line[2:] == ["2 of 10", "26.0 ± 1.4", "27.0 ± 4.2", "-1.0", "-26.4 to +24.4"]
+
+
 # ---- tables ----
 
 def test_table_groups_by_all_that_differs(tmp_path, capsys):
@@ -294,7 +304,7 @@ def test_harvest_takes_what_is_finished(tmp_path, capsys, monkeypatch):
     runs.mkdir()
     flags = f"{studies.STUDIES['smoke']['setting']} --algo feddc"
     for seed, accs in enumerate([(10, 20, 30), (10, 10, 20)]):
-        run_folder(runs, flags, seed, accs, config=[("commit", "abc")] if seed else ())
+        run_folder(runs, flags, seed, accs, config=[("commits", [None, "abc", "def+"])] if seed else ())
     running = run_folder(runs, f"{flags} --lr 0.2", 0, (10, 20), goal=90)
     at_target = run_folder(runs, f"{flags} --lr 0.3", 0, (10, 20), goal=20)
     limit = run_folder(runs, f"{studies.JPEG} --algo feddc", 0, range(150), goal=200, contents="c069ea35")
@@ -307,7 +317,7 @@ def test_harvest_takes_what_is_finished(tmp_path, capsys, monkeypatch):
     assert told[at_target.name].startswith("taken in") and told[limit.name].startswith("taken in")
     its = records.measured(results)[records.key_of(flags)]
     assert {seed: (row["version"], row["best"]) for seed, row in its.items()} == {
-        0: ("v1", "30.00"), 1: ("abc", "20.00")}
+        0: ("v1", "30.00"), 1: ("abc def+", "20.00")}
     assert records.curve_of(its[0], results) == {1: 10.0, 2: 20.0, 3: 30.0}
     reproduce.main(["--harvest", str(runs), "--results", "~/results"])
     assert capsys.readouterr().out.count("there already") == 4
