@@ -2,12 +2,12 @@
 
 A client calls `fedssg` with its own row of the memory. The server adds up what the clients return.
 
-    method    server sends   client returns     stays with the client
-    stable    omega, c       D_i, c_i' - c_i    h_i, c_i, count_i
-    server    omega          D_i                nothing: the server has the memory h
-    fedavg    omega          D_i                nothing
+    method            server sends   client returns     stays with the client
+    stable, scaled    omega, c       D_i, c_i' - c_i    h_i, c_i, count_i
+    server            omega          D_i                nothing: the server has the memory h
+    fedavg            omega          D_i                nothing
 
-Beside these vectors a few numbers are sent. Symbols and shapes are those of fedssg.py.
+Beside these vectors a few numbers are sent, among them the gate phi_i. Symbols are those of fedssg.py.
 """
 
 import copy
@@ -25,8 +25,9 @@ import data
 import models
 from fedssg import FORMS, Round, fedssg, flatten, local_sgd, total
 
-SERVER = dict(FORMS["stable"], kappa=0.25, alignment="server", correction="none", gate_ratio="off")
-METHODS = {"stable": FORMS["stable"], "server": SERVER, "fedavg": None}     # what `fedssg` is called with
+SERVER = dict(FORMS["scaled"], alignment="server", correction="none", gate_ratio="off")
+WITH_MEMORY = {name: FORMS[name] for name in ("stable", "scaled")}      # on the client
+METHODS = WITH_MEMORY | {"server": SERVER, "fedavg": None}              # what `fedssg` is called with
 # As run.py has them for MNIST.
 LR, LR_DECAY, WEIGHT_DECAY, CLIP, LOCAL_EPOCHS, BATCH_SIZE, HIDDEN = 0.1, 0.998, 1e-3, 10.0, 5, 50, [200, 200]
 
@@ -36,7 +37,7 @@ server_app = ServerApp()
 
 @functools.cache
 def federate(dataset: str, data_dir: str, num_clients: int, seed: int) -> tuple:
-    """(data set, shares, model) as run.py makes them. Everybody makes them all: real clients have their own."""
+    """(data set, shares, model) as run.py makes them. A real client has its own share of the data alone."""
     X, Y, X_test, Y_test, classes = data.load(dataset, data_dir)
     shares = data.partition(Y, num_clients, "dirichlet", seed)
     model = models.build("fcn", X.shape[1:], classes, HIDDEN, int(data.rng(seed, "model").integers(2 ** 63)))
@@ -71,30 +72,29 @@ def train(message: Message, context: Context) -> Message:
     counted, mean_n = numbers.pop("counted"), numbers.pop("mean_n")
 
     old = kept.get(f"rows of round {counted}")
-    lost = method == "stable" and counted > 0 and old is None   # the node was started again
+    lost = method in WITH_MEMORY and counted > 0 and old is None    # the node was started again
     kept.clear()
     if old is not None:
         kept[f"rows of round {counted}"] = old
     s = {name: x.clone() for name, x in sent.items()} | (old.to_torch_state_dict() if old else {})
 
     idx, w, K_i = data.schedule(shares, [i], config["seed"], numbers["t"], LOCAL_EPOCHS, BATCH_SIZE)
-    idx, w, n = torch.from_numpy(idx), torch.from_numpy(w), len(shares[i])
-    r = Round(m=1, num_rows=1, i=torch.tensor([0]), K_i=torch.tensor(K_i).float(), n_i=torch.tensor([float(n)]),
+    idx, w, K_i, n = torch.from_numpy(idx), torch.from_numpy(w), torch.tensor(K_i).float(), len(shares[i])
+    r = Round(m=1, num_rows=1, i=torch.tensor([0]), K_i=K_i, n_i=torch.tensor([float(n)]),
               size_i=torch.tensor([n / mean_n]), labels_i=None, **numbers)
-    returned = []
+    theta_i = torch.empty(1, len(omega))
 
-    def train(rho: Tensor, b: Tensor) -> Tensor:
-        returned.append(local_sgd(model, omega, rho, b, X, Y, idx, w, r.lr, WEIGHT_DECAY, CLIP)[0])
-        return returned[0]
+    def sgd(rho: Tensor, b: Tensor) -> Tensor:
+        return theta_i.copy_(local_sgd(model, omega, rho, b, X, Y, idx, w, r.lr, WEIGHT_DECAY, CLIP)[0])
 
     if method == "fedavg":
         phi_i = torch.ones(1)
-        train(torch.zeros(1), torch.zeros(1, len(omega)))
+        sgd(torch.zeros(1), torch.zeros(1, len(omega)))
     else:   # of s the rows are the client's; what happens to omega, h and c there is thrown away
-        phi_i = fedssg(s, r, train, **METHODS[method])["gate"]
-    D_i = returned[0] - omega                                               # (1, d)
+        phi_i = fedssg(s, r, sgd, **METHODS[method])["gate"]
+    D_i = theta_i - omega                                                   # (1, d)
     answer = {"D_i": D_i[0]}
-    if method == "stable":
+    if method in WITH_MEMORY:
         answer["dc_i"] = (-c - D_i / (r.K_i * r.lr)[:, None])[0]            # as in `fedssg`
         rows = {name: s[name] for name in ("h_i", "c_i", "count_i")}
         kept[f"rows of round {r.t}"] = ArrayRecord(rows)
@@ -118,12 +118,12 @@ def step(method: str, s: dict, replies: list, N: int) -> None:
     sum_D, sum_gated = total(D_i, phi_i[:, None] * D_i)
     s["h"] += sum_gated / N
     s["omega"] += sum_D / len(replies) + s["h"]
-    if method == "stable":
+    if method in WITH_MEMORY:
         s["c"] += total(torch.stack([x["dc_i"] for x in vectors]))[0] / N
 
 
 def meet(grid: Grid, client_of: dict, n_i: dict, timeout: float) -> dict:
-    """{client: node} of the nodes that are there. New ones are asked which client they are; the latest is it."""
+    """{client: node} of the nodes that are there, the latest if a client has two. New ones are asked first."""
     there = set(grid.get_node_ids())
     new = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in there - client_of.keys()]
     for reply in grid.send_and_receive(new, timeout=timeout) if new else []:
@@ -145,7 +145,7 @@ def main(grid: Grid, context: Context) -> None:
         raise ValueError(f"method {method!r}: use one of {', '.join(METHODS)}")
     omega = flatten(model)
     s = {"omega": omega, "h": torch.zeros_like(omega), "c": torch.zeros_like(omega)}
-    vectors = {name: s[name] for name in (["omega", "c"] if method == "stable" else ["omega"])}
+    vectors = {name: s[name] for name in (["omega", "c"] if method in WITH_MEMORY else ["omega"])}
     client_of, n_i, counted = {}, {}, dict.fromkeys(range(N), 0)
     while meet(grid, client_of, n_i, timeout).keys() != counted.keys():
         print(f"{len(n_i)} of {N} clients are there", flush=True)
@@ -160,7 +160,8 @@ def main(grid: Grid, context: Context) -> None:
         for i in filter(node_of.get, cohort):
             own = ConfigRecord(numbers | dict(t=t, lr=LR * LR_DECAY ** (t - 1), counted=counted[i]))
             content = RecordDict({"vectors": ArrayRecord(vectors), "numbers": own})
-            messages.append(Message(content, dst_node_id=node_of[i], message_type="train", group_id=str(t)))
+            messages.append(Message(content, dst_node_id=node_of[i], message_type="train", group_id=str(t),
+                                    ttl=timeout))       # or a slow client would work off old rounds
         answers = grid.send_and_receive(messages, timeout=timeout) if messages else []
         replies = {x.content["numbers"]["client"]: x.content for x in answers if not x.has_error()}
         replies = dict(sorted(replies.items()))
@@ -171,10 +172,11 @@ def main(grid: Grid, context: Context) -> None:
         vector_to_parameters(omega, model.parameters())
         with torch.no_grad():
             accuracy = 100 * (model(X_test).argmax(dim=1) == Y_test).float().mean()
-        silent = [i for i in cohort if i not in replies]
-        lost = [i for i in replies if replies[i]["numbers"]["lost"]]
-        print(f"round {t}/{T}  accuracy {accuracy:.2f} %  {time.perf_counter() - began:.1f} s"
-              + f"  no answer from {silent}" * bool(silent) + f"  without memory came back {lost}" * bool(lost),
-              flush=True)
+        line = f"round {t}/{T}  accuracy {accuracy:.2f} %  {time.perf_counter() - began:.1f} s"
+        if silent := [i for i in cohort if i not in replies]:
+            line += f"  no answer from {silent}"
+        if lost := [i for i in replies if replies[i]["numbers"]["lost"]]:
+            line += f"  without its memory {lost}"
+        print(line, flush=True)
     if config["out"]:
         torch.save(model.state_dict(), config["out"])

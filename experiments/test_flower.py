@@ -1,6 +1,6 @@
-"""Tests of flower_app.py: it computes what run.py computes, sends what it says, and stands clients that drop out.
+"""Tests of flower_app.py: it computes what run.py does, sends what it says, and goes on when clients drop out.
 
-Most of them carry the messages from the server to the clients and back in this process, with a small data set.
+Most of them carry the messages from the server to the clients and back in this process, on a small data set.
 The last two start Flower, in its simulation and as processes of their own, on `synthetic`.
 """
 
@@ -25,12 +25,12 @@ import flower_app                                                           # no
 from fedssg import FORMS, Round, fedssg, flatten, local_sgd                 # noqa: E402
 
 N, ROUNDS = 10, 10
-FLAGS = {"stable": [], "fedavg": ["--algo", "fedavg"],
-         "server": "--kappa 0.25 --alignment server --correction none --gate-ratio off".split()}
+FLAGS = {"stable": [], "scaled": ["--form", "scaled"], "fedavg": ["--algo", "fedavg"],
+         "server": "--form scaled --alignment server --correction none --gate-ratio off".split()}
 
 
 class Wire:
-    """Flower's grid, as far as the app uses it. A node's id is 100 and its client, or more if it was restarted."""
+    """Flower's grid, as far as the app uses it. The node of client i has the id 100 + i; restarted, 200 + i."""
 
     def __init__(self, folder, **config):
         defaults = {"method": "stable", "dataset": small(folder), "data-dir": "data", "num-clients": N,
@@ -38,13 +38,13 @@ class Wire:
                     "out": str(folder / "model.pt")}
         self.config, self.contexts, self.sent, self.answers = defaults | config, {}, [], []
         self.unasked, self.unheard, self.restarted = [], [], []     # (round, client)
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1       # else Flower makes no message
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1   # else there are no messages
         for i in range(self.config["num-clients"]):
             self.start(i, 100 + i)
 
     def start(self, i, node):
-        self.contexts[node] = Context(run_id=1, node_id=node, node_config={"partition-id": i}, state=RecordDict(),
-                                      run_config=self.config)
+        self.contexts[node] = Context(
+            run_id=1, node_id=node, node_config={"partition-id": i}, state=RecordDict(), run_config=self.config)
 
     def get_node_ids(self):
         return list(self.contexts)
@@ -53,6 +53,7 @@ class Wire:
         assert timeout == self.config["timeout"]
         for message in messages:
             node = message.metadata.dst_node_id
+            assert message.metadata.ttl == timeout or message.metadata.message_type == "query"
             t, i = int(message.metadata.group_id or 0), self.contexts[node].node_config["partition-id"]
             if (t, i) in self.restarted:        # before the message is there
                 self.start(i, node + 100)
@@ -124,13 +125,14 @@ def of(t):
 
 @pytest.mark.parametrize("method", flower_app.METHODS)
 def test_ten_rounds_give_the_weights_of_run_py(method, tmp_path):
-    flags = f"--num-clients {N} --participation 0.5 --rounds {ROUNDS}".split()
-    assert torch.equal(Wire(tmp_path, method=method).play(), run_py(tmp_path, small(tmp_path), *flags, *FLAGS[method]))
+    flags = f"--num-clients {N} --participation 0.5 --rounds {ROUNDS}".split() + FLAGS[method]
+    assert torch.equal(Wire(tmp_path, method=method).play(), run_py(tmp_path, small(tmp_path), *flags))
 
 
 # ---- what is sent ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("method, down, up", [("stable", 2, 2), ("server", 1, 1), ("fedavg", 1, 1)])
+@pytest.mark.parametrize("method, down, up", [
+    ("stable", 2, 2), ("scaled", 2, 2), ("server", 1, 1), ("fedavg", 1, 1)])
 def test_a_message_has_the_vectors_that_the_table_names_and_little_else(method, down, up, tmp_path):
     wire = Wire(tmp_path, method=method, rounds=2)
     d = len(wire.play())
@@ -139,7 +141,7 @@ def test_a_message_has_the_vectors_that_the_table_names_and_little_else(method, 
         for _, _, message in messages:
             record, proto = message.content["vectors"], message_to_proto(message)
             assert sum(x.numpy().nbytes for x in record.values()) == vectors * 4 * d
-            assert proto.ByteSize() - vectors * 4 * d < 1000       # numbers, names, and numpy's 128 bytes a vector
+            assert proto.ByteSize() - vectors * 4 * d < 1000    # numbers, names, 128 bytes of numpy's a vector
 
 
 def test_the_memory_stays_with_the_client(tmp_path):
@@ -199,20 +201,21 @@ def test_a_restarted_node_is_the_same_client_without_its_memory(tmp_path, capsys
     wire.play()
     lines = capsys.readouterr().out.splitlines()
     assert f"no answer from [{i}]" in lines[3]
-    assert [t + 1 for t, line in enumerate(lines) if f"without memory came back [{i}]" in line] == later[:1]
+    assert [t + 1 for t, line in enumerate(lines) if f"without its memory [{i}]" in line] == later[:1]
     assert wire.memory(i, later[-1])["count_i"] == len(later)
     j = next(j for j in of(ROUNDS) if j != i)
     assert wire.memory(j, ROUNDS)["count_i"] == sum(j in of(t) for t in range(1, ROUNDS + 1))
 
 
 def test_an_unknown_method_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="stable, server, fedavg"):
+    with pytest.raises(ValueError, match="stable, scaled, server, fedavg"):
         Wire(tmp_path, method="feddc").play()
 
 
 # ---- Flower itself -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind, clients, participation, rounds", [("simulation", 10, 0.5, 6), ("deployment", 3, 1.0, 2)])
+@pytest.mark.parametrize("kind, clients, participation, rounds", [
+    ("simulation", 10, 0.5, 6), ("deployment", 3, 1.0, 2)])
 def test_flower_gives_the_weights_of_run_py(kind, clients, participation, rounds, tmp_path):
     config = f'participation={participation} rounds={rounds} out="{tmp_path}/model.pt"'
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
