@@ -3,7 +3,7 @@
 # It needs MNIST and CIFAR-10.
 #
 #     bash experiments/gpu.sh cuda data gpu.md        the device, the folder of the data sets, the table
-#     bash experiments/gpu.sh cpu data cpu.md         its CPU half, with fewer rounds and smaller models
+#     bash experiments/gpu.sh cpu data cpu.md         its CPU half, with fewer rounds
 #
 # It writes one Markdown table: equal results, then seconds a round. What fails gets a row, and
 # the rest goes on.
