@@ -589,14 +589,9 @@ def settings_for(algo, seed, args):
         del hyper["alpha"]          # the preset's
     hyper = {name: value for name, value in hyper.items() if value is not None}
     settings = {"weight_decay": WEIGHT_DECAY.get(algo, 1e-3), "algo": algo, "seed": seed, "hyper": hyper}
-    settings |= {name: value for name, value in vars(args).items() if name in SETTINGS}
-    if algo != "fedssg":
-        del settings["form"]
-    if args.model != "fcn":
-        del settings["hidden"]
-    if args.dataset != "emnist":
-        del settings["letters"]
-    return settings
+    matters = {"form": algo == "fedssg", "hidden": args.model == "fcn", "letters": args.dataset == "emnist"}
+    return settings | {name: value for name, value in vars(args).items()
+                       if name in SETTINGS and matters.get(name, True)}
 
 
 def stop(code, message):
@@ -684,14 +679,13 @@ def play(runs, args):
 def signals_noted():
     """A list of the signals to end by that have come in: a run ends at the end of the round. A second Ctrl-C
     ends at once. A signal that is ignored, as SIGHUP under nohup, stays so. Afterwards all is as before."""
-    noted, before = [], {}
+    noted = []
 
     def note(signum, frame):
         noted.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-            before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
+    kinds = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {kind: signal.signal(kind, note) for kind in kinds if signal.getsignal(kind) != signal.SIG_IGN}
     try:
         yield noted
     finally:

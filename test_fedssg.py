@@ -1330,7 +1330,7 @@ def test_cli_summary_and_table_by_hand(capsys):
     assert lines[8:] == ["fedavg 92.00 ± 1.41 80 1.00x 0.50", "fedssg 96.50 ± 0.71 20 (1 of 2) - 0.50"]
 
 
-@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("columns", [40, 120])
 def test_cli_progress_fits_the_terminal(columns, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -1523,7 +1523,7 @@ def test_cli_killed_is_straight(at, every, name, left, tiny, tmp_path, monkeypat
 
 
 def killed_at_sync(n, signum, *how):
-    """Play a run, and send oneself the signal when for the n-th time a file is about to be synced to the disk."""
+    """Play a run that sends itself the signal when it is about to sync its n-th file to the disk."""
     calls, fsync = itertools.count(1), os.fsync
 
     def fsync_or_die(file):
@@ -1600,7 +1600,7 @@ def test_cli_interrupted_is_straight(signum, tiny, tmp_path, monkeypatch, capsys
 
 
 def test_cli_signals_are_as_before_when_main_returns(tiny, tmp_path, monkeypatch):
-    """So that a notebook can call it twice, and Ctrl-C in one call does not end the next; also after an error."""
+    """So that a notebook can call it again: Ctrl-C in one call does not end the next. Also after an error."""
     kinds = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.getsignal(kind) for kind in kinds]
     with monkeypatch.context() as patch:
@@ -1770,15 +1770,15 @@ def test_cli_stop_at_target_and_eval_every(tiny, tmp_path, capsys):
 
 # ---- sweeps, divergence, warnings ----
 
-def test_cli_a_sweep_looks_at_all_folders_first(tiny, tmp_path, capsys):
+def test_cli_a_sweep_looks_at_all_folders_first(tiny, tmp_path):
     """It plays nothing before a checkpoint that cannot be used; else it goes on with what is there."""
     assert start(tiny, tmp_path, "--stop-after 2", "feddc") == 0
     file = folders(tmp_path)["feddc"] / "checkpoint.pt"
     whole = file.read_bytes()
     cut(file)
     before = contents(tmp_path)
-    for flags in ("", "--overwrite --participation .05 --num-clients 3000"):
-        assert start(tiny, tmp_path, flags, "all") in (1, 2) and contents(tmp_path) == before
+    assert start(tiny, tmp_path, "", "all") == 1
+    assert contents(tmp_path) == before
     file.write_bytes(whole)
     assert start(tiny, tmp_path, "", "all") == 0
     assert [len(log_of(folder)) for folder in tmp_path.iterdir()] == [6] * 8
@@ -1901,7 +1901,7 @@ def forkserver():
 SPREAD = "--rounds 4 --participation .2 --unbalanced-sigma 1 --batch-size 8 --seed 2"
 CALLS = [("spread", "all", "", 0), *(("spread", "fedssg", f"--form {form}", 0) for form in [*FORMS][1:]),
          ("stopped", "all", "--stop-after 2", 0), ("onward", "all", "", 0),
-         ("warned", "fedssg", "--kappa .9 --gate-ratio running", 0),
+         ("warned", "fedssg", "--kappa .9 --seed 1", 0),
          ("refused", "fedavg", "--precision tf32", 2), ("signalled", "fedssg", "--checkpoint-every 0", 143)]
 
 
