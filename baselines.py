@@ -131,7 +131,7 @@ def disco_weights(r: Round, a: float, b: float) -> Tensor:
     Raises ValueError if the Round does not tell the label counts.
     """
     if r.labels_i is None:
-        raise ValueError("Round.labels_i is missing: how many samples of each class a client has, (m, classes)")
+        raise ValueError("Round.labels_i is missing: how many samples of each class a client has")
     q_i = r.labels_i / r.n_i[:, None]                                           # (m, classes)
     kl_i = torch.xlogy(q_i, q_i * q_i.shape[1]).sum(dim=1)                      # (m,)  0 log 0 = 0
     sum_kl, sum_n = total(kl_i, r.n_i)

@@ -133,7 +133,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     rho_i, b_i = torch.zeros_like(phi_i), omega.new_zeros(len(r.i), len(omega))     # (m,), (m, d)
     if alignment in ("inner", "prox"):
         h_i = rows(s, "h_i", r)                                             # (rows, d)
-        alpha_i = kappa / (r.lr * r.K_i) if kappa is not None else by_size(0.05 if alpha is None else alpha, r)
+        alpha = 0.05 if alpha is None else alpha
+        alpha_i = by_size(alpha, r) if kappa is None else kappa / (r.lr * r.K_i)        # (m,)
     if alignment == "inner":        # alpha_i <theta - (omega - h_i), h_i>
         b_i = alpha_i[:, None] * h_i[r.i]
     elif alignment == "prox":       # phi_i alpha_i / 2 ||theta - (omega - h_i)||^2
