@@ -123,7 +123,7 @@ def step(method: str, s: dict, replies: list, N: int) -> None:
 
 
 def meet(grid: Grid, client_of: dict, n_i: dict, timeout: float) -> dict:
-    """{client: node} of the nodes that are there, the latest if a client has two. New ones are asked first."""
+    """{client: node} of the nodes that are there, the latest if a client has two. It asks new ones."""
     there = set(grid.get_node_ids())
     new = [Message(RecordDict(), dst_node_id=node, message_type="query") for node in there - client_of.keys()]
     for reply in grid.send_and_receive(new, timeout=timeout) if new else []:

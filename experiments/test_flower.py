@@ -1,4 +1,4 @@
-"""Tests of flower_app.py: it computes what run.py does, sends what it says, and goes on when clients drop out.
+"""Tests of flower_app.py: it computes what run.py does, sends what it says, goes on when clients drop out.
 
 Most of them carry the messages from the server to the clients and back in this process, on a small data set.
 The last two start Flower, in its simulation and as processes of their own, on `synthetic`.
@@ -30,7 +30,7 @@ FLAGS = {"stable": [], "scaled": ["--form", "scaled"], "fedavg": ["--algo", "fed
 
 
 class Wire:
-    """Flower's grid, as far as the app uses it. The node of client i has the id 100 + i; restarted, 200 + i."""
+    """Flower's grid, as far as the app uses it. Client i is on node 100 + i; restarted, on 200 + i."""
 
     def __init__(self, folder, **config):
         defaults = {"method": "stable", "dataset": small(folder), "data-dir": "data", "num-clients": N,
@@ -43,8 +43,9 @@ class Wire:
             self.start(i, 100 + i)
 
     def start(self, i, node):
+        own = {"partition-id": i}
         self.contexts[node] = Context(
-            run_id=1, node_id=node, node_config={"partition-id": i}, state=RecordDict(), run_config=self.config)
+            run_id=1, node_id=node, node_config=own, state=RecordDict(), run_config=self.config)
 
     def get_node_ids(self):
         return list(self.contexts)
@@ -141,7 +142,7 @@ def test_a_message_has_the_vectors_that_the_table_names_and_little_else(method, 
         for _, _, message in messages:
             record, proto = message.content["vectors"], message_to_proto(message)
             assert sum(x.numpy().nbytes for x in record.values()) == vectors * 4 * d
-            assert proto.ByteSize() - vectors * 4 * d < 1000    # numbers, names, 128 bytes of numpy's a vector
+            assert proto.ByteSize() - vectors * 4 * d < 1000    # numbers, names, numpy's headers
 
 
 def test_the_memory_stays_with_the_client(tmp_path):
