@@ -1080,7 +1080,11 @@ def leave_no_trace():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in heard.items()}
     yield
+    for signum, handler in before.items():      # who is started by nohup, or with &, ignores them
+        signal.signal(signum, handler)
     torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
 
