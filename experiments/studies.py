@@ -129,7 +129,7 @@ STUDIES = {
     "form-short": study("Which form? MNIST 15 %, Dir 0.3, T 40", f"{MNIST} --rounds 40", FIVE, 5, 97),
     "form-unequal": study("Which form? MNIST 15 %, unequal clients (Dir 0.3 over each class), T 100",
                           f"{MNIST} --rounds 100 --partition dirichlet-class", FIVE, 5, 97),
-    "fastest": study("Fastest? MNIST 15 %, Dir 0.3", MNIST, EIGHT, 10, to=97),
+    "fastest": study("Fastest? MNIST 15 %, Dir 0.3", MNIST, [*EIGHT, "fedssg scaled"], 10, to=97),
     "fastest-fashion": study("Fastest? FashionMNIST 15 %", "--dataset fashionmnist", EIGHT, 5, 80, 85, to=85),
     "end": study("Best at the end? MNIST 15 %", MNIST, EIGHT, 3, 97,
                  more={"fedssg stable": 5, "fedssg released": 5, "feddc": 5}),
@@ -145,7 +145,7 @@ STUDIES = {
     **{f"epochs-{E}": study(f"Larger E? MNIST 15 %, Dir 0.3, E {E}", f"{MNIST} {flags}",
                             [*FORMS, "feddc", "scaffold", "fedavg"], 5, to=97)
        for E, flags in ((1, "--local-epochs 1"), (5, ""), (10, "--local-epochs 10"))},
-    "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, EIGHT, 3, 95, 97),
+    "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, [*EIGHT, "fedssg scaled"], 3, 95, 97),
     "few-alpha": study("Few of many, with other alphas? MNIST, 500 clients, 2 %, Dir 0.3", MANY,
                        ["fedssg stable", "feddc", *MANY_ALPHAS], 3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} {share} {flags}", EIGHT, 3, to=97)
