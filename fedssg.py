@@ -106,7 +106,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
            gate_shape: Literal["identity", "clip", "logistic"] = "identity", gate_scale: float = 1.0,
            beta: float = 1.0, alignment: Literal["inner", "server", "prox", "none"] = "inner",
            correction: Literal["plain", "state", "last", "none"] = "plain") -> dict:
-    """One round of FedSSG, by default FORMS["stable"]. Averages plainly over the cohort, as in Eq. (28).
+    """One round of FedSSG, by default FORMS["stable"]. The cohort's displacements are averaged plainly.
 
     s        the method's state, changed in place: omega, h, h_i, count_i; c, c_i or D_last, D_last_i
     train    runs the cohort's clients: (rho, b) -> theta_i
@@ -141,7 +141,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
         rho_i = alpha_i * phi_i
         b_i = rho_i[:, None] * (h_i[r.i] - omega)
 
-    # client: correction of its drift
+    # client: correction of its drift, by the server's c, or its last step, which was sent with omega
     if correction in ("state", "plain"):    # SCAFFOLD's control variates
         c_i, c = rows(s, "c_i", r), s.setdefault("c", torch.zeros_like(omega))
         b_i = b_i + c - c_i[r.i]
@@ -158,8 +158,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
         h_i = rows(s, "h_i", r)
         h_i[r.i] += phi_i[:, None] * D_i                                    # Eq. (7)
     if correction in ("state", "plain"):
-        # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. With eta_t that
-        # recursion would multiply c_i - c by 1 - phi, which is -1 at the end
+        # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. Divided by eta_t,
+        # the gated one would multiply c_i - c by 1 - phi, which is -1 at the end
         step_i, lr = (phi_i[:, None] * D_i, r.lr0) if correction == "state" else (D_i, r.lr)
         dc_i = -c - step_i / (r.K_i * lr)[:, None]                          # (m, d)
         c_i[r.i] += dc_i
@@ -180,6 +180,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     elif correction == "last":
         D_last.copy_(step)
 
+    # what a simulation can see
     if alignment == "server":
         return {"gate": phi_i, "h_norm": h.norm().expand_as(phi_i), "gain": r.p * phi_i * kappa}
     log = {"gate": phi_i, "h_norm": h_i[r.i].norm(dim=1)}
