@@ -158,7 +158,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
         h_i = rows(s, "h_i", r)
         h_i[r.i] += phi_i[:, None] * D_i                                    # Eq. (7)
     if correction in ("state", "plain"):
-        # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. Divided by eta_t,
+        # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. Over eta_t
         # the gated one would multiply c_i - c by 1 - phi, which is -1 at the end
         step_i, lr = (phi_i[:, None] * D_i, r.lr0) if correction == "state" else (D_i, r.lr)
         dc_i = -c - step_i / (r.K_i * lr)[:, None]                          # (m, d)

@@ -164,7 +164,8 @@ def row_of(folder, targets=(), version="unknown"):
         finite = all(math.isfinite(float(x)) for row in log[-1:] for x in row.values() if x)
         pace = mean([float(row["seconds"]) for row in log] or [0])
         date = datetime.date.fromtimestamp((folder / "log.csv").stat().st_mtime)
-        commits = [x for x in config.get("commits") or [config.get("commit")] if x]     # several if it went on
+        # several, if it was stopped and went on
+        commits = [x for x in config.get("commits") or [config.get("commit")] if x]
         made_with = {x: config[x] for x in ("device", "torch")} | {"version": " ".join(commits) or version}
         flags, hyper, T = flags_of(s), s["hyper"], s["rounds"]
         split = s["partition"] + f"{s['dir_alpha']}" * s["partition"].startswith("dirichlet")

@@ -375,7 +375,8 @@ def test_runs_end_with_whoever_started_them(how, tmp_path):
     code = (f"import sys, reproduce; reproduce.command = lambda *_: [sys.executable, '-c', {child!r}, "
             f"{str(tmp_path)!r}]; sys.exit(reproduce.main(['smoke', '--workers', '2', '--results', "
             f"{str(tmp_path / 'results')!r}]))")
-    before = signal.signal(how, signal.SIG_DFL) if how != signal.SIGKILL else None   # under nohup it is ignored
+    # under nohup, or with &, it is ignored
+    before = signal.signal(how, signal.SIG_DFL) if how != signal.SIGKILL else None
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stderr=subprocess.PIPE, text=True,
                               env=os.environ | {"OMP_NUM_THREADS": "7"})
     if how != signal.SIGKILL:
