@@ -270,8 +270,8 @@ BY_HAND = {     # method, hyper-parameters, penalty, state after the round
     "released": (fedssg, dict(FORMS["released"], alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(
         SSG, c_i=[0, 1 - 0.5 - 1.4 / (2 * 0.2), -2 - 0.5 + 3.2 / (4 * 0.2), 3], c=[0.375])),
     "stable": (fedssg, dict(alpha=0.3), lambda v: INNER(v) + VARIATES(v), dict(SSG, **SCA)),
-    # alpha_i = kappa / (eta_t K_i), so the gain is kappa phi; on the server D_i - kappa h for D_i, no h_i, and
-    # c_i from the displacement itself. h = 0.1, so D_i - 0.5 h = 0.95, -2.05; the gated ones sum to -1.95
+    # alpha_i = kappa / (eta_t K_i), so the gain is kappa phi; on the server D_i - kappa h for D_i, no h_i,
+    # and c_i from the displacement itself. h = 0.1, so D_i - 0.5 h = 0.95, -2.05; the gated ones sum to -1.95
     "scaled": (fedssg, dict(FORMS["scaled"], kappa=0.5),
                lambda v: 0.5 / (0.1 * v.K) * (v.theta - (v.omega - v.h_i)) * v.h_i + VARIATES(v),
                dict(SSG, **SCA, log=dict(SSG["log"], gain=[0.7, 0.8]))),
@@ -405,7 +405,8 @@ def test_method_fedssg_on_the_server_is_as_on_the_clients_where_all_are_alike(ga
 def test_method_fedssg_kappa_is_the_memorys_share_of_a_displacement():
     """For any sizes, steps, rate and round: on a flat loss D_i = -kappa h_i, and gain = kappa phi_i. With
     alpha a client of one sample among thousands is pulled size_i times as hard."""
-    for t, n, K, rate in [(1, (1, 3999), [1, 400], 0.1), (50, (20, 20), [5, 5], 0.3), (9, (8, 2), [7, 1], 1e-3)]:
+    for t, n, K, rate in [(1, (1, 3999), [1, 400], 0.1), (50, (20, 20), [5, 5], 0.3),
+                          (9, (8, 2), [7, 1], 1e-3)]:
         r = make_round([0, 1], n, labels=[[1, 0]] * 2, t=t, T=50, K=K, lr=rate, lr0=0.4)
         h_i = torch.rand(2, 3, dtype=F64)
         for hyper, share in [(dict(kappa=0.25), torch.full((2,), 0.25)),
@@ -416,7 +417,8 @@ def test_method_fedssg_kappa_is_the_memorys_share_of_a_displacement():
                 D_i.append(-rate * r.K_i[:, None] * b)
                 return D_i[0]
             log = fedssg(s, r, flat, correction="none", **hyper)
-            assert close(D_i[0], -share[:, None] * h_i, 1e-6) and close(log["gain"], share * log["gate"], 1e-6)
+            assert close(D_i[0], -share[:, None] * h_i, 1e-6)
+            assert close(log["gain"], share * log["gate"], 1e-6)
 
 
 @pytest.mark.parametrize("hyper, says", [
@@ -429,11 +431,12 @@ def test_method_fedssg_refuses_a_strength_that_it_cannot_take(hyper, says):
 
 def test_method_round_has_defaults_for_one_process_and_fixed_cohorts():
     told = make_round([1, 3], t=2)
-    plain = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i)
+    required = dict(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i)
+    plain, given = Round(**required), Round(**required, m=3, p=0.6, num_rows=2)
     assert (plain.m, plain.p, plain.num_rows) == (told.m, told.p, told.num_rows) == (2, 0.5, 4)
-    given = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i, m=3, p=0.6, num_rows=2)
     assert (given.m, given.p, given.num_rows) == (3, 0.6, 2)
-    for method, missing in [(fedssg, "size_i"), (feddyn, "size_i"), (feddc, "size_i"), (feddisco, "labels_i")]:
+    for method, missing in [(fedssg, "size_i"), (feddyn, "size_i"), (feddc, "size_i"),
+                            (feddisco, "labels_i")]:
         with pytest.raises(ValueError, match=f"Round.{missing} is missing"):
             method({"omega": torch.zeros(3, dtype=F64)}, plain, lambda rho, b: pytest.fail("trained"))
     for method in (fedavg, fedprox, scaffold, fedvra, partial(fedssg, kappa=0.2)):
