@@ -1254,29 +1254,25 @@ def test_cli_help_says_every_default(tmp_path, capsys):
 def test_cli_every_method_leaves_whole_results(tiny, tmp_path, capsys):
     assert start(tiny, tmp_path, "--target-acc 100 --seeds 0 1", algo="all") == 0
     out, (_, _, x, y, _) = capsys.readouterr().out, data.load(str(tiny))
-    assert out.count(" s/round  ") == 2 * 5 * 8 and "nan" not in out and len(list(tmp_path.iterdir())) == 16
-    assert "fedprox seed 1: mu 0.0001" in out and "fedssg seed 0: alpha 0.05, gate_ratio horizon" in out
+    assert out.count(" s/round  ") == 2 * 5 * 8
+    assert "nan" not in out
+    assert "fedprox seed 1: mu 0.0001" in out
     assert [line.split()[0] for line in out.splitlines()[-9:]] == ["method", *ALGORITHMS]
+    assert len(list(tmp_path.iterdir())) == 16
     for algo, folder in folders(tmp_path).items():
-        config, log, summary = read(folder / "config.json"), log_of(folder), read(folder / "summary.json")
         assert {path.name for path in folder.iterdir()} == {
             "checkpoint.pt", "config.json", "log.csv", "model.pt", "summary.json"}
-        assert config["settings"]["algo"] == algo
-        assert (config["processes"], config["device"], config["commits"]) == (1, "cpu", [run.commit()])
+        assert read(folder / "config.json")["settings"]["algo"] == algo
         assert read(folder / "checkpoint.pt")["state"].keys() == {"omega"}      # no round needs the rest
-        assert log[0] == ["round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain"]
+        header, *rows = log_of(folder)
+        assert header == ["round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain"]
+        assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
         columns = {"fedssg": 7, "fedavg": 4, "fedprox": 4, "scaffold": 4}.get(algo, 5)
-        for t, row in enumerate(log[1:], 1):
-            assert row[0] == str(t) and sum(math.isfinite(float(x)) for x in row if x) == columns
-        acc = [float(row[1]) for row in log[1:]]
-        assert len(acc) == 5 and summary["last50_mean"] == pytest.approx(np.mean(acc))
-        assert (summary["last"], summary["best"], summary["rounds_to_target"]) == (acc[-1], max(acc), None)
+        assert all(sum(math.isfinite(float(x)) for x in row if x) == columns for row in rows)
         model = models.build("linear", x.shape[1:], 3, [], 1)
         model.load_state_dict(read(folder / "model.pt"))
-        logits = model.eval()(x).detach()
-        assert 100 * int((logits.argmax(dim=1) == y).sum()) / len(y) == acc[-1] > 50
-        loss = float(torch.nn.functional.cross_entropy(logits, y))
-        assert loss == pytest.approx(float(log[-1][2]), abs=1e-5) and summary["round"] == 5
+        right = int((model(x).argmax(dim=1) == y).sum())
+        assert 100 * right / len(y) == float(rows[-1][1]) == read(folder / "summary.json")["last"] > 50
 
 
 def test_cli_summary_and_table_by_hand(capsys):
@@ -1316,19 +1312,17 @@ def test_cli_progress_fits_the_terminal(columns, tiny, tmp_path, capsys, monkeyp
 
 
 def test_cli_evaluation(tiny):
-    """A model of zeros has loss ln C; batches change nothing; no dropout; the model stays in its mode."""
+    """By hand. Batches change nothing, dropout is off, and the model stays in its mode."""
     _, _, x, y, classes = data.load(str(tiny))
     linear = models.build("linear", x.shape[1:], classes, [], 0)
     model, omega = torch.nn.Sequential(linear, torch.nn.Dropout(0.9)).train(), flatten(linear)
     linear.eval()
-    of_zeros = run.evaluate(model, torch.zeros_like(omega), x, y)
-    assert [float(v) for v in of_zeros] == pytest.approx([100 * float((y == 0).float().mean()), math.log(3)])
     logits = x @ omega[:36].view(3, 12).T + omega[36:]
     right, loss = (logits.argmax(1) == y).double().mean(), (logits.logsumexp(1) - logits[range(60), y]).mean()
     for batch in (1, 7, 1000):
         result = [float(v) for v in run.evaluate(model, omega, x, y, batch)]
         assert result == pytest.approx([100 * float(right), float(loss)], abs=1e-4)
-        assert model.training and not linear.training
+    assert model.training and not linear.training
 
 
 def test_cli_accuracy_is_exact_and_a_target_reached_exactly_counts(tmp_path):
@@ -1376,12 +1370,11 @@ def test_cli_methods_share_split_model_cohorts_and_batches(tiny, tmp_path, monke
         seen.append([hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in tensors])
         return local_sgd(model, omega, rho, b, X, Y, *more, idx=idx, w=w, **named)
     monkeypatch.setattr(run, "local_sgd", spy)
-    for seed, p in [(0, .4), (1, .4), (1, 1)]:
+    for seed in (0, 1):
         seen.clear()
-        out = tmp_path / f"{seed}{p}"
-        assert start(tiny, out, f"--rounds 3 --seed {seed} --participation {p}", "all") == 0
-        splits = {read(folder / "config.json")["settings"]["split"] for folder in out.iterdir()}
-        assert len(splits) == 1
+        assert start(tiny, tmp_path / str(seed), f"--rounds 3 --seed {seed}", "all") == 0
+        configs = (tmp_path / str(seed)).glob("*/config.json")
+        assert len({read(config)["settings"]["split"] for config in configs}) == 1
         assert len(seen) == 24 and seen == 8 * seen[:3]
         assert len({x[0] for x in seen}) == 3                           # another round, other batches
         by_seed.append(seen[0])
