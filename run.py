@@ -70,15 +70,11 @@ ALPHA = {
     "feddc": dict(mnist={100: 0.1}, emnist={100: 0.1, 500: 0.2},
                   cifar10={100: 0.01, 500: 0.05}, cifar100={100: 0.01, 500: 0.05})}
 WEIGHT_DECAY = {"fedprox": 1e-5}        # every other method 1e-3
-# Every flag is in one of these two, except the methods' hyper-parameters, which are settings by themselves.
-# Settings change a run's numbers, and its folder with them.
+# Settings change a run's numbers, and its folder with them. So do the methods' hyper-parameters. Every other
+# flag changes at most a run's rounding, where it ends, where it is kept, or how often the program asks.
 SETTINGS = {"form", "dataset", "letters", "augment", "model", "hidden", "num_clients", "participation",
             "sampling", "partition", "dir_alpha", "unbalanced_sigma", "min_samples", "shards", "rounds",
             "local_epochs", "batch_size", "lr", "lr_decay", "weight_decay", "clip", "eval_every", "precision"}
-# These change at most a run's rounding, where it ends, where it is kept, or how often the program asks; or
-# settings hold them by another name (algo, seeds, like).
-NOT_SETTINGS = {"algo", "seeds", "like", "data_dir", "device", "mode", "chunk", "compile", "out", "overwrite",
-                "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
 COLUMNS = ("round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain", "seconds")
 # Flags that count only if another has one of these values.
 NEEDS = dict(

@@ -9,6 +9,7 @@ Each method is compared with something independent of it: numbers worked by hand
 closed forms, another method at the setting at which both are the same. No network, no data files.
 """
 
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -32,7 +33,6 @@ import struct
 import subprocess
 import sys
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -431,10 +431,9 @@ def test_method_fedssg_refuses_a_strength_that_it_cannot_take(hyper, says):
 
 def test_method_round_has_defaults_for_one_process_and_fixed_cohorts():
     told = make_round([1, 3], t=2)
-    plain = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i)
+    required = dict(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i)
+    plain, given = Round(**required), Round(**required, m=3, p=0.6, num_rows=2)
     assert (plain.m, plain.p, plain.num_rows) == (told.m, told.p, told.num_rows) == (2, 0.5, 4)
-    given = Round(t=2, T=10, N=4, i=told.i, lr=0.1, lr0=0.1, K_i=told.K_i, n_i=told.n_i,
-                  m=3, p=0.6, num_rows=2)
     assert (given.m, given.p, given.num_rows) == (3, 0.6, 2)
     for method, missing in [(fedssg, "size_i"), (feddyn, "size_i"), (feddc, "size_i"),
                             (feddisco, "labels_i")]:
@@ -962,8 +961,7 @@ def test_data_cifar_batches(name, key, classes, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, files", [
     ("mnist", "train-images-idx3-ubyte train-labels-idx1-ubyte t10k-images-idx3-ubyte t10k-labels-idx1"),
-    ("fashionmnist", "FashionMNIST t10k-labels-idx1-ubyte"), ("emnist", "emnist-letters-test-labels-idx1"),
-    ("cifar10", "data_batch_1 data_batch_5 test_batch batches.meta"), ("cifar100", "cifar-100-python meta")])
+    ("emnist", "emnist-letters-test-labels-idx1"), ("cifar10", "data_batch_1 test_batch batches.meta")])
 def test_data_missing_offline_is_one_message(name, files, tmp_path, monkeypatch):
     """The line says that the download failed, why, and what to do. A server may be slow to answer."""
     def silent(*args, **options):
@@ -975,15 +973,6 @@ def test_data_missing_offline_is_one_message(name, files, tmp_path, monkeypatch)
     for part in [*files.split(), str(tmp_path), "--data-dir", "--dataset synthetic"]:
         assert part in message
     assert socket.getdefaulttimeout() is None
-
-
-def test_data_unresolved_name_fails_at_once(tmp_path, monkeypatch):
-    def unresolved(*args, **options):
-        raise socket.gaierror(-2, "Name or service not known")
-    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
-    began = time.monotonic()
-    message = refusal(FileNotFoundError, data.load, "mnist", str(tmp_path))
-    assert "Name or service not known" in message and time.monotonic() - began < data.TIMEOUT / 2
 
 
 def test_data_synthetic_needs_no_torchvision(monkeypatch):
@@ -1034,35 +1023,26 @@ def test_data_npz_that_would_train_badly_is_warned_of(tmp_path):
 
 @pytest.mark.parametrize("change, says", [
     (dict(y_test=None), "y_test is not"), (dict(x_train=np.array([None] * 12, object)), "allow_pickle"),
-    (dict(x_train=np.full((12, 6, 5), 1e300)), "x_train holds NaN or infinite values"),
     (dict(x_train=np.ones((12, 6, 5), int)), "x_train is int64"), (dict(x_train=images(12)), "uint8 (12,)"),
-    (dict(x_test=images(6, 6, 6)), "differ in shape"), (dict(x_test=np.ones((6, 6, 5))), "or dtype"),
-    (dict(x_test=images(0, 6, 5), y_test=np.zeros(0, int)), "y_test is int64 (0,)"),
-    (dict(y_train=np.arange(12) % 3 - 1), "from -1"), (dict(y_test=np.arange(6) % 4), "0 to 3, not 0 to 2"),
-    (dict(y_train=np.arange(12) / 4), "is float64"), (dict(y_train=np.zeros((12, 1), int)), "int64 (12, 1)"),
-    (dict(y_train=np.arange(11) % 3), "int64 (11,)"), (dict(y_train=np.array([2**31] * 12)), "without gaps")])
+    (dict(x_train=np.full((12, 6, 5), 1e300)), "x_train holds NaN or infinite values"),
+    (dict(x_test=images(6, 6, 6)), "differ in shape"), (dict(y_train=np.arange(12) / 4), "is float64"),
+    (dict(y_train=np.arange(11) % 3), "int64 (11,)"), (dict(y_train=np.arange(12) % 3 - 1), "from -1"),
+    (dict(y_test=np.arange(6) % 4), "0 to 3, not 0 to 2"), (dict(y_train=np.array([2**31] * 12)), "gaps")])
 def test_data_npz_fault_is_one_line(change, says, tmp_path):
     path = str(put_npz(tmp_path, **change))
     assert says in (message := refusal(ValueError, data.load, path)) and path in message
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("k", range(12))
-def test_data_damaged_file_is_one_line_or_harmless(k, tmp_path):
+@pytest.mark.parametrize("damage", [
+    lambda whole: whole[:len(whole) // 2], lambda whole: bytes(16) + whole[16:], lambda whole: b"<html>"],
+    ids=["cut", "header", "web page"])
+def test_data_damaged_file_is_one_line(damage, tmp_path):
     arrays = images(30, 28, 28), np.arange(30) % 10
     for file in (put_npz(tmp_path), *put_idx(tmp_path / "MNIST/raw", arrays * 2)):
-        whole, g = bytearray(file.read_bytes()), np.random.default_rng(k)
-        a, b = np.sort(g.integers(len(whole), size=2))
-        bad = (whole[:a], b"", b"<html>", whole[:a] + whole[a + 9:], whole + b"more", whole[:a] + bytes(9),
-               whole[:a] + whole[:9] + whole[a:], *[whole[:]] * 5)[k]
-        if k > 6:
-            bad[b], bad[a % 16] = bad[b] ^ 255, bad[a % 16] ^ 255  # the latter in the header
-        file.write_bytes(bad)
-        try:
-            x, y, x_test, y_test, classes = data.load(str(file) if file.suffix else "mnist", str(tmp_path))
-            assert k > 3 and x.shape[1:] == x_test.shape[1:] and len(x) == len(y) and max(y) < classes
-        except ValueError as error:
-            assert "\n" not in str(error) and str(tmp_path) in str(error)
+        whole = file.read_bytes()
+        file.write_bytes(damage(whole))
+        name = "mnist" if file.suffix == "" else str(file)
+        assert str(tmp_path) in refusal(ValueError, data.load, name, str(tmp_path))
         file.write_bytes(whole)
 
 
@@ -1090,7 +1070,6 @@ def leave_no_trace():
     for signum, handler in before.items():      # who is started by nohup, or with &, ignores them
         signal.signal(signum, handler)
     torch.set_num_threads(threads)
-    torch.set_default_dtype(torch.float32)
 
 
 def start(dataset, out, flags="", algo="fedssg"):
@@ -1145,18 +1124,6 @@ def one_line(capsys, says):
     return err
 
 
-def at_round(t, monkeypatch, name, do):
-    """Have do() called just before run.name, when the log has t rounds."""
-    original = getattr(run, name)
-
-    def do_first(first, second, *more):
-        log = second["log"] if isinstance(second, dict) else second     # a run is given, or its log
-        if len(log) == t:
-            do()
-        return original(first, second, *more)
-    monkeypatch.setattr(run, name, do_first)
-
-
 def in_round(t, monkeypatch, algo, do):
     """Have do() called while round t of the method is played."""
     method = ALGORITHMS[algo]
@@ -1180,16 +1147,13 @@ def kill():
 # ---- refusals, settings, help ----
 
 REFUSED_FLAGS = {                       # flags, and what the line says beside the flag
-    "--algo fedsgd": "fedsgd", "--algo": "expected at least one", "--unknown 1": "unrecognized",
-    "--partit iid": "unrecognized", "extra": "unrecognized", "--num_clients 5": "unrecognized",
-    "--participation 1.5": "1.5", "--participation nan": "nan", "--num-clients 2.5": "2.5",
-    "--hidden 5 x": "'x'", "--lr": "expected one", "--lr -1": "'-1'", "--lr -1e-3": "'-1e-3'",
-    "--lr=-1e-3": "'-1e-3'", "--alpha -inf": "'-inf'", "--seeds 0 -2e1": "'-2e1'",
-    "--algo fedavg --mu 1": "belongs to fedprox", "--algo fedavg --form stable": "belongs to fedssg",
-    "--shards 3": "needs --partition shards", "--partition iid --dir-alpha .1": "needs --partition",
+    "--algo fedsgd": "fedsgd", "--partit iid": "unrecognized", "--num-clients 2.5": "2.5",
+    "--participation nan": "nan", "--lr -1e-3": "'-1e-3'", "--alpha -inf": "'-inf'",
+    "--seeds 0 -2e1": "'-2e1'", "--algo fedavg --mu 1": "belongs to fedprox",
+    "--algo fedavg --form stable": "belongs to fedssg", "--shards 3": "needs --partition shards",
     "--device cuda": "no CUDA device", "--precision tf32": "CUDA only", "--chunk 2": "--mode vmap",
     "--sampling bernoulli --participation 1e-9": "too few", "--rounds 99 --lr-decay .01": "nothing is left",
-    "--alpha .1 --kappa .1": "give one", "--form released --kappa .1": "give alpha"}
+    "--alpha .1 --kappa .1": "give one"}
 
 
 @pytest.mark.parametrize("flags", REFUSED_FLAGS)
@@ -1198,7 +1162,7 @@ def test_cli_refused_before_data_is_loaded(flags, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert start("synthetic", tmp_path / "runs", flags) == 2
     assert not list(tmp_path.iterdir())
-    *_, flag = [word.split("=")[0] for word in flags.split() if word.startswith("--")] or [flags]
+    *_, flag = [word for word in flags.split() if word.startswith("--")]
     assert flag in one_line(capsys, REFUSED_FLAGS[flags])
 
 
@@ -1269,18 +1233,24 @@ def test_cli_folders_of_old_runs_stay():
     assert digest == "fbb67e41"         # as a01a72f made it
 
 
+# These flags change at most a run's rounding, where it ends, where it is kept, or how often the program asks;
+# or settings hold them by another name (algo, seeds, like).
+NOT_SETTINGS = {"algo", "seeds", "like", "data_dir", "device", "mode", "chunk", "compile", "out", "overwrite",
+                "stop_after", "stop_at_target", "target_acc", "checkpoint_every"}
+
+
 def test_cli_every_flag_is_a_setting_or_not_by_decision():
     flags = {action.dest for action in run.flag_parser()._actions} - {"help"} - run.hyper_parameters().keys()
-    assert not run.SETTINGS & run.NOT_SETTINGS
-    assert flags == run.SETTINGS | run.NOT_SETTINGS
+    assert not run.SETTINGS & NOT_SETTINGS
+    assert flags == run.SETTINGS | NOT_SETTINGS
 
 
-def test_cli_help_names_every_flag(tmp_path, capsys):
+def test_cli_help_says_every_default(tmp_path, capsys):
     assert start("mnist", tmp_path, "--help") == 0
     text = capsys.readouterr().out
-    assert "None" not in text and "SUPPRESS" not in text
-    for name in run.SETTINGS | run.NOT_SETTINGS | run.hyper_parameters().keys():
-        assert f"--{name.replace('_', '-')}" in text
+    assert "--gate-scale" in text
+    assert "None" not in text
+    assert "SUPPRESS" not in text
 
 
 # ---- what a run leaves, and what the user sees ----
@@ -1288,29 +1258,25 @@ def test_cli_help_names_every_flag(tmp_path, capsys):
 def test_cli_every_method_leaves_whole_results(tiny, tmp_path, capsys):
     assert start(tiny, tmp_path, "--target-acc 100 --seeds 0 1", algo="all") == 0
     out, (_, _, x, y, _) = capsys.readouterr().out, data.load(str(tiny))
-    assert out.count(" s/round  ") == 2 * 5 * 8 and "nan" not in out and len(list(tmp_path.iterdir())) == 16
-    assert "fedprox seed 1: mu 0.0001" in out and "fedssg seed 0: alpha 0.05, gate_ratio horizon" in out
+    assert out.count(" s/round  ") == 2 * 5 * 8
+    assert "nan" not in out
+    assert "fedprox seed 1: mu 0.0001" in out
     assert [line.split()[0] for line in out.splitlines()[-9:]] == ["method", *ALGORITHMS]
+    assert len(list(tmp_path.iterdir())) == 16
     for algo, folder in folders(tmp_path).items():
-        config, log, summary = read(folder / "config.json"), log_of(folder), read(folder / "summary.json")
         assert {path.name for path in folder.iterdir()} == {
             "checkpoint.pt", "config.json", "log.csv", "model.pt", "summary.json"}
-        assert config["settings"]["algo"] == algo
-        assert (config["processes"], config["device"], config["commits"]) == (1, "cpu", [run.commit()])
+        assert read(folder / "config.json")["settings"]["algo"] == algo
         assert read(folder / "checkpoint.pt")["state"].keys() == {"omega"}      # no round needs the rest
-        assert log[0] == ["round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain"]
+        header, *rows = log_of(folder)
+        assert header == ["round", "test_acc", "test_loss", "train_loss", "gate", "h_norm", "gain"]
+        assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
         columns = {"fedssg": 7, "fedavg": 4, "fedprox": 4, "scaffold": 4}.get(algo, 5)
-        for t, row in enumerate(log[1:], 1):
-            assert row[0] == str(t) and sum(math.isfinite(float(x)) for x in row if x) == columns
-        acc = [float(row[1]) for row in log[1:]]
-        assert len(acc) == 5 and summary["last50_mean"] == pytest.approx(np.mean(acc))
-        assert (summary["last"], summary["best"], summary["rounds_to_target"]) == (acc[-1], max(acc), None)
+        assert all(sum(math.isfinite(float(x)) for x in row if x) == columns for row in rows)
         model = models.build("linear", x.shape[1:], 3, [], 1)
         model.load_state_dict(read(folder / "model.pt"))
-        logits = model.eval()(x).detach()
-        assert 100 * int((logits.argmax(dim=1) == y).sum()) / len(y) == acc[-1] > 50
-        loss = float(torch.nn.functional.cross_entropy(logits, y))
-        assert loss == pytest.approx(float(log[-1][2]), abs=1e-5) and summary["round"] == 5
+        right = int((model(x).argmax(dim=1) == y).sum())
+        assert 100 * right / len(y) == float(rows[-1][1]) == read(folder / "summary.json")["last"] > 50
 
 
 def test_cli_summary_and_table_by_hand(capsys):
@@ -1350,19 +1316,17 @@ def test_cli_progress_fits_the_terminal(columns, tiny, tmp_path, capsys, monkeyp
 
 
 def test_cli_evaluation(tiny):
-    """A model of zeros has loss ln C; batches change nothing; no dropout; the model stays in its mode."""
+    """By hand. Batches change nothing, dropout is off, and the model stays in its mode."""
     _, _, x, y, classes = data.load(str(tiny))
     linear = models.build("linear", x.shape[1:], classes, [], 0)
     model, omega = torch.nn.Sequential(linear, torch.nn.Dropout(0.9)).train(), flatten(linear)
     linear.eval()
-    of_zeros = run.evaluate(model, torch.zeros_like(omega), x, y)
-    assert [float(v) for v in of_zeros] == pytest.approx([100 * float((y == 0).float().mean()), math.log(3)])
     logits = x @ omega[:36].view(3, 12).T + omega[36:]
     right, loss = (logits.argmax(1) == y).double().mean(), (logits.logsumexp(1) - logits[range(60), y]).mean()
     for batch in (1, 7, 1000):
         result = [float(v) for v in run.evaluate(model, omega, x, y, batch)]
         assert result == pytest.approx([100 * float(right), float(loss)], abs=1e-4)
-        assert model.training and not linear.training
+    assert model.training and not linear.training
 
 
 def test_cli_accuracy_is_exact_and_a_target_reached_exactly_counts(tmp_path):
@@ -1378,18 +1342,14 @@ def test_cli_accuracy_is_exact_and_a_target_reached_exactly_counts(tmp_path):
 
 # ---- what every method is given ----
 
-def spied(monkeypatch, algo, see):
-    """Have see(r) look at each Round that the method is given."""
-    def spy(s, r, train):
-        see(r)
-        return ALGORITHMS["fedprox"](s, r, train)
-    monkeypatch.setitem(ALGORITHMS, algo, spy)
-
-
 def test_cli_what_a_method_is_told(tiny, tmp_path, monkeypatch):
     """Horizon, rates, steps and sizes of each round; the rate p that is in force."""
     seen = []
-    spied(monkeypatch, "fedavg", seen.append)
+
+    def fedavg_seen(s, r, train):
+        seen.append(r)
+        return fedavg(s, r, train)
+    monkeypatch.setitem(ALGORITHMS, "fedavg", fedavg_seen)
     flags = "--rounds 9 --stop-after 3 --lr .5 --lr-decay .9 --local-epochs 2 --batch-size 8"
     flags += " --participation .25 --unbalanced-sigma 1"
     assert start(tiny, tmp_path / "fixed", flags, "fedavg") == 0 and len(seen) == 3
@@ -1414,25 +1374,15 @@ def test_cli_methods_share_split_model_cohorts_and_batches(tiny, tmp_path, monke
         seen.append([hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in tensors])
         return local_sgd(model, omega, rho, b, X, Y, *more, idx=idx, w=w, **named)
     monkeypatch.setattr(run, "local_sgd", spy)
-    for seed, p in [(0, .4), (1, .4), (1, 1)]:
+    for seed in (0, 1):
         seen.clear()
-        out = tmp_path / f"{seed}{p}"
-        assert start(tiny, out, f"--rounds 3 --seed {seed} --participation {p}", "all") == 0
-        splits = {read(folder / "config.json")["settings"]["split"] for folder in out.iterdir()}
-        assert len(splits) == 1
+        assert start(tiny, tmp_path / str(seed), f"--rounds 3 --seed {seed}", "all") == 0
+        configs = (tmp_path / str(seed)).glob("*/config.json")
+        assert len({read(config)["settings"]["split"] for config in configs}) == 1
         assert len(seen) == 24 and seen == 8 * seen[:3]
         assert len({x[0] for x in seen}) == 3                           # another round, other batches
         by_seed.append(seen[0])
     assert by_seed[0][0] != by_seed[1][0] and by_seed[0][3] != by_seed[1][3]
-
-
-def test_cli_vmap_and_chunks_equal_loop(tiny, tmp_path):
-    """Every method, in float64, with clients of very unequal size."""
-    torch.set_default_dtype(torch.float64)
-    for out, mode in dict(loop="loop", vmap="vmap", chunk="vmap --chunk 3").items():
-        flags = f"--rounds 3 --unbalanced-sigma 1 --batch-size 8 --mode {mode}"
-        assert start(tiny, tmp_path / out, flags, "all") == 0
-    assert all(same(tmp_path / "loop", tmp_path / out, 8, 1e-9) for out in ("vmap", "chunk"))
 
 
 def test_cli_images_and_frozen_parameters(tmp_path, monkeypatch):
@@ -1488,46 +1438,29 @@ def test_cli_a_round_asks_the_device_once(algo, flags, tiny, tmp_path, monkeypat
 
 # ---- on from where it stood ----
 
-@pytest.mark.parametrize("algo, form", [("all", "stable"), *(("fedssg", form) for form in [*FORMS][1:])])
-def test_cli_gone_on_is_straight(algo, form, tiny, tmp_path, capsys):
+@pytest.mark.parametrize("algo, flags", [
+    ("all", ""), ("fedssg", "--precision bf16"), *(("fedssg", f"--form {form}") for form in [*FORMS][1:])])
+def test_cli_gone_on_is_straight(algo, flags, tiny, tmp_path, capsys):
     """Every method and form, bit for bit, and the run says where it goes on."""
     methods = 8 if algo == "all" else 1
-    flags = f"--form {form} --rounds 8 --unbalanced-sigma .5"
+    flags += " --rounds 8 --unbalanced-sigma .5"
     assert start(tiny, tmp_path / "straight", flags, algo) == 0
     assert start(tiny, tmp_path / "a", f"{flags} --stop-after 3", algo) == 0
-    assert [rounds_kept(folder) for folder in (tmp_path / "a").iterdir()] == [3] * methods
+    for folder in (tmp_path / "a").iterdir():
+        checkpoint = read(folder / "checkpoint.pt")
+        assert len(checkpoint["log"]) == 3
+        assert {x.dtype for x in checkpoint["state"].values()} == {torch.float32}
     assert "goes on" not in capsys.readouterr().out
     assert start(tiny, tmp_path / "a", flags, algo) == 0
     assert capsys.readouterr().out.count("goes on at round 4\n") == methods
     assert same(tmp_path / "straight", tmp_path / "a", methods)
 
 
-def test_cli_precision_is_a_setting(tiny, tmp_path):
-    """bf16 is another run than float32, the same when it went on, and keeps its state in float32."""
-    assert start(tiny, tmp_path / "straight", "--rounds 6 --precision bf16") == 0
-    assert start(tiny, tmp_path / "a", "--rounds 6 --precision bf16 --stop-after 3") == 0
-    state = read(folders(tmp_path / "a")["fedssg"] / "checkpoint.pt")["state"]
-    assert len(state) == 6 and {x.dtype for x in state.values()} == {torch.float32}
-    assert start(tiny, tmp_path / "a", "--rounds 6 --precision bf16") == 0
-    assert same(tmp_path / "straight", tmp_path / "a")
-    assert start(tiny, tmp_path / "a", "--rounds 6") == 0 and len(list((tmp_path / "a").iterdir())) == 2
-    losses = {log_of(folder)[-1][3] for folder in (tmp_path / "a").iterdir()}
+def test_cli_precision_makes_another_run(tiny, tmp_path):
+    for precision in ("float32", "bf16"):
+        assert start(tiny, tmp_path, f"--precision {precision}") == 0
+    losses = {log_of(folder)[-1][3] for folder in tmp_path.iterdir()}
     assert len(losses) == 2
-
-
-@pytest.mark.parametrize("at, every, name, left", [
-    (1, 9999, "progress", 0), (7, 9999, "progress", 0), (6, 0, "save", 5), (6, 0, "print_out", 6),
-    (10, 0, "print_out", 10)])
-def test_cli_killed_is_straight(at, every, name, left, tiny, tmp_path, monkeypatch):
-    """Killed before a checkpoint, between two, or between a checkpoint and its printouts."""
-    flags, killed = f"--rounds 10 --checkpoint-every {every}", tmp_path / "killed"
-    assert start(tiny, tmp_path / "straight", "--rounds 10") == 0
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        at_round(at, patch, name, kill)
-        start(tiny, killed, flags)
-    assert rounds_kept(folders(killed)["fedssg"]) == left
-    assert start(tiny, killed, flags) == 0
-    assert same(tmp_path / "straight", killed)
 
 
 def killed_at_sync(n, signum, *how):
@@ -1562,10 +1495,13 @@ def test_cli_killed_by_signals_at_random_is_straight(tiny, tmp_path):
 
 
 def test_cli_checkpoints_come_by_the_clock(tiny, tmp_path, monkeypatch):
-    clock, saves = itertools.count(), []        # a round looks at it three times, a save once
+    clock, saves, save = itertools.count(), [], run.save    # a round looks at it three times, a save once
+
+    def save_noted(folder, its_run, *more):
+        saves.append(len(its_run["log"]))
+        save(folder, its_run, *more)
     monkeypatch.setattr(run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    for t in range(1, 11):
-        at_round(t, monkeypatch, "save", partial(saves.append, t))
+    monkeypatch.setattr(run, "save", save_noted)
     assert start(tiny, tmp_path, "--rounds 10 --checkpoint-every 9") == 0
     assert saves == [3, 6, 9, 10]
 
@@ -1574,19 +1510,22 @@ def test_cli_nothing_of_the_loaded_file_stays_mapped(tiny, tmp_path, monkeypatch
     """Else the disk and the memory keep the old checkpoint beside each new one."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
-    mapped = []
+    mapped, load = [], run.load
 
-    def count(*_):
+    def count():
         mapped.append(Path("/proc/self/maps").read_text().count("checkpoint.pt"))
+
+    def load_and_count(*args):
+        loaded = load(*args)
+        count()
+        return loaded
     assert start(tiny, tmp_path, "--stop-after 2") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "simulate", lambda run, fed, *more: count() or dict(diverged=True))
-        patch.setattr(run, "table", lambda *_: None)
-        assert start(tiny, tmp_path) == 3
-    monkeypatch.setattr(run, "announce", count)
+    monkeypatch.setattr(run, "load", load_and_count)
+    in_round(3, monkeypatch, "fedssg", count)
     in_round(4, monkeypatch, "fedssg", count)
     assert start(tiny, tmp_path) == 0
-    assert mapped[0] > 0 and mapped[1:] == [0, 0]       # before the copy, after it, in the second round
+    assert mapped[0] > 0
+    assert mapped[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -1636,10 +1575,13 @@ def test_cli_an_ignored_signal_stays_ignored(tiny, tmp_path, monkeypatch):
 
 def test_cli_a_closed_terminal_leaves_a_checkpoint(tiny, tmp_path, monkeypatch):
     """The signal comes during the round, and afterwards nothing can be printed."""
-    def no_terminal():
+    def print_nothing(*_):
         raise OSError(errno.EIO, "Input/output error")
-    in_round(3, monkeypatch, "fedavg", partial(os.kill, os.getpid(), signal.SIGHUP))
-    at_round(3, monkeypatch, "progress", no_terminal)
+
+    def close_terminal():
+        os.kill(os.getpid(), signal.SIGHUP)
+        monkeypatch.setattr(run, "progress", print_nothing)
+    in_round(3, monkeypatch, "fedavg", close_terminal)
     assert start(tiny, tmp_path, "", "fedavg") == 1
     assert rounds_kept(folders(tmp_path)["fedavg"]) == 3
 
@@ -1672,7 +1614,7 @@ def test_cli_overwrite_begins_anew(tiny, tmp_path, monkeypatch):
     assert start(tiny, tmp_path / "a", "", "fedavg") == 0
     assert log_of(folder) == old != log_of(new)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        at_round(2, patch, "progress", kill)
+        in_round(3, patch, "fedavg", kill)
         start(tiny, tmp_path / "a", "--overwrite", "fedavg")
     assert rounds_kept(folder) == 0
     assert start(tiny, tmp_path / "a", "", "fedavg") == 0
@@ -1698,10 +1640,6 @@ def test_cli_commit_is_told_by_git_if_there_is_one(tmp_path, monkeypatch):
     assert commit() is None
 
 
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-40])
-
-
 def flip_a_number(file):
     omega = read(file)["state"]["omega"].numpy().tobytes()
     file.write_bytes(file.read_bytes().replace(omega, bytes(4) + omega[4:]))
@@ -1722,8 +1660,8 @@ def change_the_settings(file):
 
 
 @pytest.mark.parametrize("damage, says", [
-    (cut, "not a zip file"), (flip_a_number, "checksum"), (lose_the_state, "omega"),
-    (plant_code, "Weights only"), (change_the_settings, "its run has lr 0.2, not 0.1")])
+    (flip_a_number, "checksum"), (lose_the_state, "omega"), (plant_code, "Weights only"),
+    (change_the_settings, "its run has lr 0.2, not 0.1")])
 def test_cli_checkpoint_that_cannot_be_used(damage, says, tiny, tmp_path, capsys):
     """One line that quotes the error, all files as they were; nothing that it holds is executed."""
     assert start(tiny, tmp_path, "--stop-after 2") == 0
@@ -1783,20 +1721,13 @@ def test_cli_a_sweep_looks_at_all_folders_first(tiny, tmp_path):
     assert start(tiny, tmp_path, "--stop-after 2", "feddc") == 0
     file = folders(tmp_path)["feddc"] / "checkpoint.pt"
     whole = file.read_bytes()
-    cut(file)
+    file.write_bytes(whole[:-40])
     before = contents(tmp_path)
     assert start(tiny, tmp_path, "", "all") == 1
     assert contents(tmp_path) == before
     file.write_bytes(whole)
     assert start(tiny, tmp_path, "", "all") == 0
     assert [len(log_of(folder)) for folder in tmp_path.iterdir()] == [6] * 8
-
-
-def test_cli_whatever_ends_a_sweep_prints_the_table(tiny, tmp_path, capsys, monkeypatch):
-    in_round(1, monkeypatch, "scaffold", kill)
-    with pytest.raises(Killed):             # a fault of the program: its traceback is wanted
-        start(tiny, tmp_path, "", "fedavg scaffold")
-    assert capsys.readouterr().out.splitlines()[-1].startswith("fedavg ")
 
 
 @pytest.mark.parametrize("flags, says", [("--lr=1e9", "lower --lr"), ("--gate-scale=1e9", "phi eta")],
@@ -1848,7 +1779,7 @@ def test_cli_warnings_of_the_data_are_one_line(tiny, tmp_path, capsys):
 # ---- disks, pipes, processes, the README ----
 
 @pytest.mark.parametrize("limit", [10, 1200, 3000])
-def test_cli_full_disk(limit, tiny, tmp_path, capsys):
+def test_cli_full_disk(limit, tiny, tmp_path):
     """No file may grow past `limit` bytes: the last good checkpoint stays whole, and the run can go on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert start(tiny, tmp_path, "--stop-after 1") == 0
@@ -1858,12 +1789,10 @@ def test_cli_full_disk(limit, tiny, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises((OSError, RuntimeError)):        # torch has its own word for its tensors
             run.write(file, {"c_i": torch.zeros(10, 700)})
-        with pytest.raises((SystemExit, RuntimeError)) as end:
-            run.main(f"--dataset {tiny} --model linear --num-clients 10 --participation .4 --rounds 5 "
-                     f"--local-epochs 1 --device cpu --out {tmp_path}".split())
+        with contextlib.suppress(RuntimeError):
+            assert start(tiny, tmp_path) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert end.type is RuntimeError or end.value.code == 1
     assert file.read_bytes() == before
     assert not list(tmp_path.rglob("*.tmp"))
     assert start(tiny, tmp_path) == 0
@@ -1907,9 +1836,9 @@ def forkserver():
 
 
 SPREAD = "--rounds 4 --participation .2 --unbalanced-sigma 1 --batch-size 8 --seed 2"
-CALLS = [("spread", "all", "", 0), *(("spread", "fedssg", f"--form {form}", 0) for form in [*FORMS][1:]),
-         ("stopped", "all", "--stop-after 2", 0), ("onward", "all", "", 0),
+CALLS = [("spread", "all", "", 0), *(("forms", "fedssg", f"--form {form}", 0) for form in [*FORMS][1:]),
          ("warned", "fedssg", "--kappa .9 --seed 1", 0),
+         ("stopped", "all", "--stop-after 2", 0), ("onward", "all", "", 0),
          ("refused", "fedavg", "--precision tf32", 2), ("signalled", "fedssg", "--checkpoint-every 0", 143)]
 
 
@@ -1937,35 +1866,31 @@ def test_cli_processes_equal_one(tiny, tmp_path, capsys):
     for s in sockets:
         s.close()
     assert start(tiny, tmp_path / "onward", f"{SPREAD} --stop-after 2", "all") == 0
+    capsys.readouterr()
     workers = [context.Process(target=one_of_several, args=(k, ports, W, tiny, tmp_path)) for k in range(W)]
     for worker in workers:
         worker.start()
-    for place, algo, flags, _ in CALLS[:len(FORMS)]:
-        assert start(tiny, tmp_path / "one", f"{SPREAD} {flags}", algo) == 0
-    assert start(tiny, tmp_path / "all", SPREAD, "all") == 0
-    capsys.readouterr()
-    _, algo, flags, _ = CALLS[-3]
-    assert start(tiny, tmp_path / "alone", f"{SPREAD} {flags}", algo) == 0
-    warning = capsys.readouterr().err
-    deadline = time.monotonic() + 90
-    while any(w.is_alive() for w in workers) and time.monotonic() < deadline:
-        deadline *= not any(w.exitcode for w in workers)        # one that fails leaves the others waiting
-        time.sleep(0.05)
+    for place, algo, flags, _ in CALLS[:len(FORMS) + 1]:
+        assert start(tiny, tmp_path / "one" / place, f"{SPREAD} {flags}", algo) == 0
     for worker in workers:
-        worker.kill()
+        worker.join(90)
+        worker.kill()       # where another failed, it waits for ever
+    for worker in workers:
         worker.join()
     err = "".join(Path(f"{tmp_path} errors {rank}").read_text() for rank in range(W))
     assert [worker.exitcode for worker in workers] == [0] * W, err
     assert err.count("run.py: --precision tf32") == 1 == err.count("run.py: interrupted"), err
-    assert warning.startswith("warning: ") and warning.count("\n") == 1
-    assert err.count("phi eta K alpha") == 1 == err.count(warning), err
+    warnings = capsys.readouterr().err.splitlines()
+    assert sum("phi eta K alpha" in warning for warning in warnings) == 1
+    assert all(err.count(warning) == 1 for warning in warnings), err
     for place in ("stopped", "signalled"):
         folder = folders(tmp_path / place)["fedssg"]
         assert read(folder / "config.json")["processes"] == W
         assert rounds_kept(folder) == 2
         assert start(tiny, tmp_path / place, SPREAD, "all") == 0        # by one process
-    assert same(tmp_path / "one", tmp_path / "spread", 8 + len(FORMS) - 1)
-    assert all(same(tmp_path / "all", tmp_path / place, 8) for place in ("stopped", "onward", "signalled"))
+    assert same(tmp_path / "one/forms", tmp_path / "forms", len(FORMS) - 1)
+    for place in ("spread", "stopped", "onward", "signalled"):
+        assert same(tmp_path / "one/spread", tmp_path / place, 8)
 
 
 def test_cli_readme_examples(monkeypatch):
@@ -1979,8 +1904,7 @@ def test_cli_readme_examples(monkeypatch):
     assert printed and "nan" not in str(printed)
     exec(added, names)
     s, ones = {"omega": torch.zeros(2)}, torch.ones(2)
-    r = Round(t=1, T=9, N=2, m=2, p=1.0, lr=.1, lr0=.1, num_rows=2, i=torch.arange(2), K_i=ones, n_i=ones,
-              size_i=ones, labels_i=torch.ones(2, 3))
+    r = Round(t=1, T=9, N=2, i=torch.arange(2), lr=.1, lr0=.1, K_i=ones, n_i=ones)
     for omega in (1.0, 2.9):        # momentum 0.9: steps of 1 and 1.9
         assert names["fedavgm"](s, r, lambda rho, b: s["omega"] + torch.ones(2, 2)) == {}
         assert torch.allclose(s["omega"], omega * ones)
