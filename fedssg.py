@@ -114,6 +114,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     kappa    the same in another unit, alpha_i = kappa / (eta_t K_i)
     alignment    where the memory pulls: `inner`, `prox` a client's steps; `server` the server's step, by
              kappa h, so that no client keeps a memory; `none`
+    correction   of drift: `plain`, c - c_i as in SCAFFOLD; `state`, the same from gated displacements, as
+             released; `last`, from the last displacement, Eq. (24); `none`. gate_* and beta: see `gate`
     Returns what is worth logging, (m,) each: `gate` phi_i; `h_norm` ||h_i||, or ||h||; and `gain`: phi_i
     eta_t K_i alpha_i for `inner`, which is phi_i kappa, and p phi_i kappa for `server`. On constant gradients
     the memory grows without bound if gain is above 2; above 1 for `inner` with `plain`, where c_i takes the
