@@ -58,6 +58,8 @@ def vectors(flags):
     variates = its["algo"] in ("scaffold", "feddc")
     memory = its["algo"] in ("feddyn", "feddc", "fedvra", "feddisco")
     if its["algo"] == "fedssg":
+        if its["form"] == "appendix" and "correction" not in its:
+            return 3, 3, 2          # the last step of omega goes down with it
         variates = its["form"] != "main" and its.get("correction") != "none"
         memory = its.get("alignment") != "server"
     return 2 + 2 * variates, 2 + variates, memory + variates
