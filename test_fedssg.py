@@ -975,6 +975,15 @@ def test_data_missing_offline_is_one_message(name, files, tmp_path, monkeypatch)
     assert socket.getdefaulttimeout() is None
 
 
+def test_data_unresolved_name_fails_at_once(tmp_path, monkeypatch):
+    def unresolved(*args, **options):
+        raise socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    began = time.monotonic()
+    message = refusal(FileNotFoundError, data.load, "mnist", str(tmp_path))
+    assert "Name or service not known" in message and time.monotonic() - began < data.TIMEOUT / 2
+
+
 def test_data_synthetic_needs_no_torchvision(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # so that importing it fails
     spec = importlib.util.spec_from_file_location("fresh", data.__file__)
@@ -1070,6 +1079,7 @@ def leave_no_trace():
     for signum, handler in before.items():      # who is started by nohup, or with &, ignores them
         signal.signal(signum, handler)
     torch.set_num_threads(threads)
+    torch.set_default_dtype(torch.float32)
 
 
 def start(dataset, out, flags="", algo="fedssg"):
@@ -1122,6 +1132,18 @@ def one_line(capsys, says):
     err = capsys.readouterr().err
     assert err.startswith("run.py: ") and err.count("\n") == 1 and says in err, err
     return err
+
+
+def at_round(t, monkeypatch, name, do):
+    """Have do() called just before run.name, when the log has t rounds."""
+    original = getattr(run, name)
+
+    def do_first(first, second, *more):
+        log = second["log"] if isinstance(second, dict) else second     # a run is given, or its log
+        if len(log) == t:
+            do()
+        return original(first, second, *more)
+    monkeypatch.setattr(run, name, do_first)
 
 
 def in_round(t, monkeypatch, algo, do):
@@ -1316,17 +1338,19 @@ def test_cli_progress_fits_the_terminal(columns, tiny, tmp_path, capsys, monkeyp
 
 
 def test_cli_evaluation(tiny):
-    """By hand. Batches change nothing, dropout is off, and the model stays in its mode."""
+    """A model of zeros has loss ln C; batches change nothing; no dropout; the model stays in its mode."""
     _, _, x, y, classes = data.load(str(tiny))
     linear = models.build("linear", x.shape[1:], classes, [], 0)
     model, omega = torch.nn.Sequential(linear, torch.nn.Dropout(0.9)).train(), flatten(linear)
     linear.eval()
+    of_zeros = run.evaluate(model, torch.zeros_like(omega), x, y)
+    assert [float(v) for v in of_zeros] == pytest.approx([100 * float((y == 0).float().mean()), math.log(3)])
     logits = x @ omega[:36].view(3, 12).T + omega[36:]
     right, loss = (logits.argmax(1) == y).double().mean(), (logits.logsumexp(1) - logits[range(60), y]).mean()
     for batch in (1, 7, 1000):
         result = [float(v) for v in run.evaluate(model, omega, x, y, batch)]
         assert result == pytest.approx([100 * float(right), float(loss)], abs=1e-4)
-    assert model.training and not linear.training
+        assert model.training and not linear.training
 
 
 def test_cli_accuracy_is_exact_and_a_target_reached_exactly_counts(tmp_path):
@@ -1383,6 +1407,15 @@ def test_cli_methods_share_split_model_cohorts_and_batches(tiny, tmp_path, monke
         assert len({x[0] for x in seen}) == 3                           # another round, other batches
         by_seed.append(seen[0])
     assert by_seed[0][0] != by_seed[1][0] and by_seed[0][3] != by_seed[1][3]
+
+
+def test_cli_vmap_and_chunks_equal_loop(tiny, tmp_path):
+    """Every method, in float64, with clients of very unequal size."""
+    torch.set_default_dtype(torch.float64)
+    for out, mode in dict(loop="loop", vmap="vmap", chunk="vmap --chunk 3").items():
+        flags = f"--rounds 3 --unbalanced-sigma 1 --batch-size 8 --mode {mode}"
+        assert start(tiny, tmp_path / out, flags, "all") == 0
+    assert all(same(tmp_path / "loop", tmp_path / out, 8, 1e-9) for out in ("vmap", "chunk"))
 
 
 def test_cli_images_and_frozen_parameters(tmp_path, monkeypatch):
@@ -1461,6 +1494,21 @@ def test_cli_precision_makes_another_run(tiny, tmp_path):
         assert start(tiny, tmp_path, f"--precision {precision}") == 0
     losses = {log_of(folder)[-1][3] for folder in tmp_path.iterdir()}
     assert len(losses) == 2
+
+
+@pytest.mark.parametrize("at, every, name, left", [
+    (1, 9999, "progress", 0), (7, 9999, "progress", 0), (6, 0, "save", 5), (6, 0, "print_out", 6),
+    (10, 0, "print_out", 10)])
+def test_cli_killed_is_straight(at, every, name, left, tiny, tmp_path, monkeypatch):
+    """Killed before a checkpoint, between two, or between a checkpoint and its printouts."""
+    flags, killed = f"--rounds 10 --checkpoint-every {every}", tmp_path / "killed"
+    assert start(tiny, tmp_path / "straight", "--rounds 10") == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        at_round(at, patch, name, kill)
+        start(tiny, killed, flags)
+    assert rounds_kept(folders(killed)["fedssg"]) == left
+    assert start(tiny, killed, flags) == 0
+    assert same(tmp_path / "straight", killed)
 
 
 def killed_at_sync(n, signum, *how):
@@ -1715,6 +1763,13 @@ def test_cli_stop_at_target_and_eval_every(tiny, tmp_path, capsys):
 
 
 # ---- sweeps, divergence, warnings ----
+
+def test_cli_whatever_ends_a_sweep_prints_the_table(tiny, tmp_path, capsys, monkeypatch):
+    in_round(1, monkeypatch, "scaffold", kill)
+    with pytest.raises(Killed):             # a fault of the program: its traceback is wanted
+        start(tiny, tmp_path, "", "fedavg scaffold")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fedavg ")
+
 
 def test_cli_a_sweep_looks_at_all_folders_first(tiny, tmp_path):
     """It plays nothing before a checkpoint that cannot be used; else it goes on with what is there."""
