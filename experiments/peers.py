@@ -1,11 +1,16 @@
 """The same round of FedAvg in other simulators of federated learning, beside ours.
 
-    python experiments/peers.py peers               with the peers' environments in peers/, made if need be
-    python experiments/peers.py peers --turns 9     nine measured rounds of each
+Every peer lives in an environment of its own, in a folder such as peers/, and is used by its own interface:
+
+    for x in fedjax pfl flwr; do python -m venv peers/$x; done
+    peers/fedjax/bin/pip install fedjax==0.0.17
+    peers/pfl/bin/pip install pfl==0.6.0 torch==2.13.0
+    peers/flwr/bin/pip install 'flwr[simulation]==1.42.0' torch==2.13.0
+    python experiments/peers.py peers               a peer that has no environment there is left out
 
 A round has 15 clients of 600 random images each, 5 epochs in batches of 50, and the FCN 784-200-200-10. These
-are 900 steps. Every peer lives in an environment of its own, and is used by its own interface. All stay
-started and play in turn, so that a busy machine disturbs all alike. One unmeasured round comes first.
+are 900 steps. All stay started and play in turn, so that a busy machine disturbs all alike. One unmeasured
+round comes first.
 
 Seconds on a busy machine mean little. What holds is the last column: the processor seconds of a peer's round,
 of all its processes, over those of our round just before it; the median over the turns. Ours clips gradients,
@@ -54,11 +59,10 @@ def ours(turns):
     X, Y = map(torch.from_numpy, random_data())
     model, i = models.build("fcn", (784,), 10, [200, 200], 0), np.arange(CLIENTS)
     shares, s = np.arange(len(X)).reshape(CLIENTS, SAMPLES), {"omega": flatten(model)}
-    ones, labels_i = torch.ones(CLIENTS), torch.ones(CLIENTS, 10)
     for t, _ in enumerate(turns, 1):
         idx, w, K_i = map(torch.as_tensor, data.schedule(shares, i, 0, t, EPOCHS, BATCH))
-        r = Round(t=t, T=100, N=CLIENTS, m=CLIENTS, p=1.0, lr=LR, lr0=LR, num_rows=CLIENTS,
-                  i=torch.as_tensor(i), K_i=K_i.float(), n_i=SAMPLES * ones, size_i=ones, labels_i=labels_i)
+        r = Round(t=t, T=100, N=CLIENTS, lr=LR, lr0=LR, i=torch.as_tensor(i), K_i=K_i.float(),
+                  n_i=torch.full((CLIENTS,), float(SAMPLES)))
         batches = dict(X=X, Y=Y, idx=idx, w=w.float(), lr=LR, weight_decay=1e-3, clip=10.0)
         fedavg(s, r, lambda rho, b: local_sgd(model, s["omega"], rho, b, **batches)[0])
 
@@ -175,31 +179,13 @@ def play(name, threads):
         for line in sys.stdin:
             yield
             print("played", file=replies, flush=True)
-    dict(PEERS, ours=("", "", ours))[name][2](turns())
+    dict(PEERS, ours=("", ours))[name][1](turns())
 
 
 # ---- taking turns ------------------------------------------------------------------------------------------
 
-# name: its distribution, what pip installs, what plays it. For Linux PyPI's torch brings gigabytes of CUDA
-# along. With PIP_EXTRA_INDEX_URL at PyTorch's own index for processors it does not.
-PEERS = {"FedJAX": ("fedjax", "fedjax==0.0.17", fedjax),
-         "pfl-research": ("pfl", "pfl==0.6.0 torch==2.13.0", pfl),
-         "Flower": ("flwr", "flwr[simulation]==1.42.0 torch==2.13.0", flower)}
-
-
-def python_of(name, folder):
-    """The peer's Python, with the peer installed; None if that failed."""
-    distribution, packages, _ = PEERS[name]
-    home = folder / distribution
-    python = home / "bin" / "python"
-    there = f"from importlib.metadata import version; version({distribution!r})"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    if subprocess.run([python, "-c", there], stderr=subprocess.DEVNULL).returncode:
-        print(f"installing {packages} in {home}", file=sys.stderr, flush=True)
-        if subprocess.run([python, "-m", "pip", "install", "-q", *packages.split()]).returncode:
-            return None
-    return python
+# name: its distribution, which is its environment's name, too; and what plays it
+PEERS = {"FedJAX": ("fedjax", fedjax), "pfl-research": ("pfl", pfl), "Flower": ("flwr", flower)}
 
 
 def start(name, python, threads, log):
@@ -246,24 +232,22 @@ def main():
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(%(default)s)")
     args = parser.parse_args()
     folder = args.folder.absolute()
-    pythons = {"ours": sys.executable} | {name: python_of(name, folder) for name in PEERS}
+    pythons = {"ours": sys.executable} | {
+        name: folder / its / "bin" / "python" for name, (its, _) in PEERS.items()
+        if (folder / its / "bin" / "python").exists()}
     print("| | version | threads | wall s | processor s | processor s, of ours |\n|---|---|---|---|---|---|")
     for threads in args.threads:
         with contextlib.ExitStack() as logs:
             players = {}
             for name, python in pythons.items():
-                if python:
-                    log = logs.enter_context(open(folder / f"{name}.log", "w"))
-                    players[name] = start(name, python, threads, log)
+                log = logs.enter_context(open(folder / f"{name}.log", "w"))
+                players[name] = start(name, python, threads, log)
             times = [{name: turn(process) for name, (process, _) in players.items()}
                      for _ in range(args.turns + 1)]
             for process, _ in players.values():
                 process.stdin.close()
                 process.wait()
         for name in pythons:
-            if name not in players:
-                print(f"| {name} | not installed | {threads} | - | - | - |")
-                continue
             wall, used = (median(column) for column in zip(*(its[name] for its in times[1:])))
             ratio = median(its[name][1] / its["ours"][1] for its in times[1:])
             version = players[name][1]
