@@ -1043,8 +1043,8 @@ def test_data_npz_fault_is_one_line(change, says, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda whole: whole[:len(whole) // 2], lambda whole: bytes(16) + whole[16:], lambda whole: b"<html>"],
-    ids=["cut", "header", "web page"])
+    lambda whole: whole[:len(whole) // 2], lambda whole: bytes(16) + whole[16:], lambda whole: b"<html>",
+    lambda whole: b""], ids=["cut", "header", "web page", "empty"])
 def test_data_damaged_file_is_one_line(damage, tmp_path):
     arrays = images(30, 28, 28), np.arange(30) % 10
     for file in (put_npz(tmp_path), *put_idx(tmp_path / "MNIST/raw", arrays * 2)):
@@ -1175,7 +1175,7 @@ REFUSED_FLAGS = {                       # flags, and what the line says beside t
     "--algo fedavg --form stable": "belongs to fedssg", "--shards 3": "needs --partition shards",
     "--device cuda": "no CUDA device", "--precision tf32": "CUDA only", "--chunk 2": "--mode vmap",
     "--sampling bernoulli --participation 1e-9": "too few", "--rounds 99 --lr-decay .01": "nothing is left",
-    "--alpha .1 --kappa .1": "give one"}
+    "--alpha .1 --kappa .1": "give one", "--form released --kappa .2": "correction state"}
 
 
 @pytest.mark.parametrize("flags", REFUSED_FLAGS)
