@@ -145,7 +145,8 @@ STUDIES = {
     **{f"epochs-{E}": study(f"Larger E? MNIST 15 %, Dir 0.3, E {E}", f"{MNIST} {flags}",
                             [*FORMS, "feddc", "scaffold", "fedavg"], 5, to=97)
        for E, flags in ((1, "--local-epochs 1"), (5, ""), (10, "--local-epochs 10"))},
-    "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, [*EIGHT, "fedssg scaled"], 3, 95, 97),
+    "few": study("Few of many? MNIST, 500 clients, 2 %, Dir 0.3", MANY, [*EIGHT, "fedssg scaled"], 3, 95, 97,
+                 more=dict.fromkeys([*FORMS, "feddc", "scaffold", "fedssg scaled"], 5)),
     "few-alpha": study("Few of many, with other alphas? MNIST, 500 clients, 2 %, Dir 0.3", MANY,
                        ["fedssg stable", "feddc", *MANY_ALPHAS], 3, 95, 97),
     **{f"split-{split}-{p}": study(f"MNIST {p} %, {split}", f"{MNIST} {share} {flags}", EIGHT, 3, to=97)
