@@ -165,16 +165,16 @@ for name, kind, flags, limit, more in (
         f"CIFAR-10 10 %, Dir 0.3{kind}, on images that went through JPEG once", f"{JPEG} {flags}",
         ["fedssg stable", "feddc", "scaffold", "feddyn", "fedavg", "fedssg released", *more], 1,
         60, 70, 75, 80, to=80, limit=limit, paper="cifar10")
-# Played in bf16 where a processor has it, and else in float32: then the row says so.
-FLOAT32 = changed("fedssg scaled", {"float32": "--precision float32"})
+# In bf16 on a processor that has it, which the label says, and else in float32.
+BF16 = {"bf16": "--precision bf16"}
 STUDIES["cifar10-500"] = study(
-    "CIFAR-10, 500 clients, 2 %, Dir 0.3, T 1500, bf16 unless said, 900 rounds, on images from JPEG",
-    f"{JPEG} --num-clients 500 --participation 0.02 --precision bf16 --eval-every 5",
-    ["fedavg", "scaffold", "feddyn", "feddc", "fedvra", "fedssg stable", *FLOAT32,
-     "fedssg scaled, phi = 2", "fedssg, memory on the server, phi = 2",
+    "CIFAR-10, 500 clients, 2 %, Dir 0.3, T 1500, 900 rounds, on images that went through JPEG once",
+    f"{JPEG} --num-clients 500 --participation 0.02 --eval-every 5",
+    ["fedavg", "scaffold", "feddyn", *changed("feddc", BF16), "fedvra", *changed("fedssg stable", BF16),
+     "fedssg scaled", "fedssg scaled, phi = 2", "fedssg, memory on the server, phi = 2",
      "fedssg, memory on the server, phi = 2, no correction"], 1, 50, 55, 60, 65, 70, 75,
     limit=900, paper="cifar10", traffic=True, last10=True,
-    more={"feddc": 2})                          # and for the three that lead, once they are known
+    more={"feddc, bf16": 2})                    # and for the three that lead, once they are known
 
 # kappa: which one, by the tuning seeds; then the chosen one beside alpha, on the test seeds.
 KAPPA_SETTINGS = {                              # title, flags, to, tuning seeds, test seeds
