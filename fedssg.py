@@ -196,9 +196,10 @@ def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: st
     if correction not in ("plain", "state", "last", "none"):
         raise ValueError(f"correction {correction!r}: use plain, state, last or none")
     if kappa is not None and alpha is not None:
-        raise ValueError("alpha and kappa: two ways to set one strength; give one")
+        raise ValueError("alpha and kappa: two ways to set one strength; give one (form scaled has a kappa)")
     if kappa is not None and (alignment == "prox" or correction == "state"):
-        raise ValueError("kappa: would be unstable with alignment prox and with correction state; give alpha")
+        raise ValueError("kappa: would be unstable with alignment prox and with correction state, which want "
+                         "alpha; or use alignment inner and correction plain")
     if kappa is None and alignment == "server":
         raise ValueError("alignment server: has no alpha; give kappa")
 

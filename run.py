@@ -547,7 +547,10 @@ def parse(argv):
         try:
             check_strength(*(hyper.get(name) for name in ("alpha", "kappa", "alignment", "correction")))
         except ValueError as error:
-            stop(2, f"--alpha, --kappa, --alignment: {error}")
+            stop(2, f"--alpha, --kappa, --alignment, --form: {error}")
+        if hyper["alignment"] == "none" and args.algo == ["fedssg"]:
+            for name in args.given.keys() & {"alpha", "kappa"}:
+                stop(2, f"{flag(name)}: without alignment it has nothing to set")
     if args.sampling == "bernoulli" and args.participation * args.num_clients < 1e-3:
         stop(2, "--participation: too few for --sampling bernoulli; use 1e-3 / N or more")
     if args.lr * args.lr_decay ** (args.rounds - 1) < 1e-30:

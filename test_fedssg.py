@@ -1175,7 +1175,8 @@ REFUSED_FLAGS = {                       # flags, and what the line says beside t
     "--algo fedavg --form stable": "belongs to fedssg", "--shards 3": "needs --partition shards",
     "--device cuda": "no CUDA device", "--precision tf32": "CUDA only", "--chunk 2": "--mode vmap",
     "--sampling bernoulli --participation 1e-9": "too few", "--rounds 99 --lr-decay .01": "nothing is left",
-    "--alpha .1 --kappa .1": "give one", "--form released --kappa .2": "correction state"}
+    "--alpha .1 --kappa .1": "give one", "--form released --kappa .2": "correction state",
+    "--alignment none --alpha .1": "without alignment"}
 
 
 @pytest.mark.parametrize("flags", REFUSED_FLAGS)

@@ -156,8 +156,8 @@ def row_of(folder, targets=(), version="unknown"):
     """A run folder as: a row of runs.csv, its curve {round: accuracy}, its settings, its own target."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        goal = json.loads((folder / "summary.json").read_text("utf-8"))["target_acc"]
-        s = config["settings"]
+        goal = float(json.loads((folder / "summary.json").read_text("utf-8"))["target_acc"])
+        s = config["settings"] | {"seed": int(config["settings"]["seed"])}
         with open(folder / "log.csv", newline="", encoding="utf-8") as file:
             log = [row for row in csv.DictReader(file) if row["seconds"]]   # the last may be half written
         curve = {int(row["round"]): float(row["test_acc"]) for row in log if row["test_acc"]}
@@ -171,7 +171,7 @@ def row_of(folder, targets=(), version="unknown"):
         split = s["partition"] + f"{s['dir_alpha']}" * s["partition"].startswith("dirichlet")
         name, share = s["dataset"], f"{100 * s['participation']:g}"
         where = [s.get("contents", ""), str(s["num_clients"]), share, split, f"T{T}"]
-    except (OSError, KeyError, ValueError, TypeError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         stop(f"{folder}: not a run folder of this version ({type(error).__name__}: {error})")
     given = [x.replace("-", "_") for x in pairs(flags)]
     named = {"dataset", "like", "num_clients", "participation", "partition", "dir_alpha", "rounds", "algo",

@@ -147,8 +147,14 @@ def test_a_folder_that_is_not_of_a_run(tmp_path, capsys):
         lacking = {key: value for key, value in whole["settings"].items() if key != name}
         config.write_text(json.dumps(whole | {"settings": lacking}))
         assert "not a run folder of this version" in refused([str(config.parent), "--table"], capsys)
+    for change in ({"algo": "unheard"}, {"seed": "x"}):      # edited by hand, or another's method
+        config.write_text(json.dumps(whole | {"settings": whole["settings"] | change}))
+        assert "not a run folder of this version" in refused([str(config.parent), "--table"], capsys)
     config.write_text(json.dumps(whole | {"settings": whole["settings"] | {"unheard_of": 1}}))
     assert "no flags for its settings" in refused([str(config.parent), "--table"], capsys)
+    config.write_text(json.dumps(whole))
+    (config.parent / "summary.json").write_text('{"target_acc": null}')
+    assert "not a run folder of this version" in refused([str(config.parent), "--table"], capsys)
 
 
 # ---- numbers ----
