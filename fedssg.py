@@ -123,8 +123,14 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     Raises ValueError for an unknown part, and as `check_strength` and `by_size` do.
     """
     check_strength(alpha, kappa, alignment, correction)
+
+    # server: what it keeps; zeros in the first round
     omega = s["omega"]
     h = s.setdefault("h", torch.zeros_like(omega))                          # (d,)  mean_N h_i
+    if correction in ("state", "plain"):
+        c = s.setdefault("c", torch.zeros_like(omega))                      # (d,)  mean_N c_i, sent with omega
+    elif correction == "last":
+        D_last = s.setdefault("D_last", torch.zeros_like(omega))            # (d,)  last step, sent with omega
 
     # client: how often it took part, and its gate
     count_i = rows(s, "count_i", r, ())                                     # (rows,)
@@ -143,12 +149,12 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
         rho_i = alpha_i * phi_i
         b_i = rho_i[:, None] * (h_i[r.i] - omega)
 
-    # client: correction of its drift, by the server's c, or its last step, which was sent with omega
+    # client: correction of its drift
     if correction in ("state", "plain"):    # SCAFFOLD's control variates
-        c_i, c = rows(s, "c_i", r), s.setdefault("c", torch.zeros_like(omega))
+        c_i = rows(s, "c_i", r)                                             # (rows, d)
         b_i = b_i + c - c_i[r.i]
     elif correction == "last":      # Eq. (24), with 1 / (eta K) where the paper prints 1 / (eta E)
-        D_last_i, D_last = rows(s, "D_last_i", r), s.setdefault("D_last", torch.zeros_like(omega))
+        D_last_i = rows(s, "D_last_i", r)                                   # (rows, d)
         b_i = b_i + (D_last_i[r.i] - D_last) / (r.lr * r.K_i)[:, None]
 
     # client: training
@@ -156,8 +162,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     D_i = theta_i - omega                                                   # (m, d)
 
     # client: memory and control variate
-    if alignment != "server":
-        h_i = rows(s, "h_i", r)
+    if alignment in ("inner", "prox"):
         h_i[r.i] += phi_i[:, None] * D_i                                    # Eq. (7)
     if correction in ("state", "plain"):
         # c_i' - c_i: SCAFFOLD's for plain; gated and divided by eta_0 for state, as released. Over eta_t
@@ -169,9 +174,9 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
         D_last_i[r.i] = D_i
 
     # server: it has D_i, phi_i and dc_i of the cohort
-    if alignment == "server":       # what `inner` would have taken from the mean of D_i, at equal h_i
-        D_i = D_i - kappa * h
-    sum_D, sum_gated = total(D_i, phi_i[:, None] * D_i)
+    # with `server` it takes the pull off here, which `inner` takes in the client's steps
+    pulled_i = D_i - kappa * h if alignment == "server" else D_i            # (m, d)
+    sum_D, sum_gated = total(pulled_i, phi_i[:, None] * pulled_i)
     h += sum_gated / r.N                                                    # h = mean_N h_i
     step = sum_D / r.m + h                                                  # (d,)
     # mean_S theta_i + mean_N h_i, as released. Algorithm 1 prints (1/N) sum_S (theta_i + h_i), which scales
@@ -182,11 +187,14 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     elif correction == "last":
         D_last.copy_(step)
 
-    # what a simulation can see
-    if alignment == "server":
-        return {"gate": phi_i, "h_norm": h.norm().expand_as(phi_i), "gain": r.p * phi_i * kappa}
-    log = {"gate": phi_i, "h_norm": h_i[r.i].norm(dim=1)}
-    return log | ({"gain": phi_i * r.lr * r.K_i * alpha_i} if alignment == "inner" else {})
+    # for the log of a simulation
+    h_norm = h_i[r.i].norm(dim=1) if alignment in ("inner", "prox") else h.norm().expand_as(phi_i)
+    log = {"gate": phi_i, "h_norm": h_norm}
+    if alignment == "inner":
+        log["gain"] = phi_i * r.lr * r.K_i * alpha_i
+    elif alignment == "server":
+        log["gain"] = r.p * phi_i * kappa
+    return log
 
 
 def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: str, correction: str) -> None:
