@@ -51,9 +51,12 @@ Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_
 
 # Text, appendix and program of the paper are three algorithms: README, "Which form, which method?". `stable`
 # is `released`, the authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23), and eta_t for
-# eta_0. `scaled` is `stable` with kappa in place of alpha.
+# eta_0. `scaled` is `stable` with kappa in place of alpha. `light` sends no control variates, as FedAvg, and
+# its gate is a constant 2. With `stateless` a client keeps nothing, too: it is FedAvg with server momentum.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
-FORMS = {"stable": STABLE, "scaled": dict(STABLE, kappa=0.25), "released": dict(STABLE, correction="state"),
+LIGHT = dict(STABLE, kappa=0.25, gate_ratio="off", correction="none")
+FORMS = {"stable": STABLE, "scaled": dict(STABLE, kappa=0.25), "light": LIGHT,
+         "stateless": dict(LIGHT, alignment="server"), "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
          "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1.0)}
 

@@ -4,7 +4,7 @@ A client calls `fedssg` with its own row of the memory. The server adds up what 
 
     method            server sends   client returns     stays with the client
     stable, scaled    omega, c       D_i, c_i' - c_i    h_i, c_i, count_i
-    server            omega          D_i                nothing: the server has the memory h
+    stateless         omega          D_i                nothing: the server has the memory h
     fedavg            omega          D_i                nothing
 
 Beside these vectors a few numbers are sent, among them the gate phi_i. Symbols are those of fedssg.py.
@@ -25,9 +25,9 @@ import data
 import models
 from fedssg import FORMS, Round, fedssg, flatten, local_sgd, total
 
-SERVER = dict(FORMS["scaled"], alignment="server", correction="none", gate_ratio="off")
 WITH_MEMORY = {name: FORMS[name] for name in ("stable", "scaled")}      # on the client
-METHODS = WITH_MEMORY | {"server": SERVER, "fedavg": None}              # what `fedssg` is called with
+# what `fedssg` is called with
+METHODS = WITH_MEMORY | {"stateless": FORMS["stateless"], "fedavg": None}
 # As run.py has them for MNIST.
 LR, LR_DECAY, WEIGHT_DECAY, CLIP, LOCAL_EPOCHS, BATCH_SIZE, HIDDEN = 0.1, 0.998, 1e-3, 10.0, 5, 50, [200, 200]
 
@@ -113,8 +113,8 @@ def step(method: str, s: dict, replies: list, N: int) -> None:
         sum_nD, sum_n = total(n_i[:, None] * D_i, n_i)
         s["omega"] += sum_nD / sum_n
         return
-    if method == "server":
-        D_i = D_i - SERVER["kappa"] * s["h"]
+    if method == "stateless":
+        D_i = D_i - METHODS[method]["kappa"] * s["h"]
     sum_D, sum_gated = total(D_i, phi_i[:, None] * D_i)
     s["h"] += sum_gated / N
     s["omega"] += sum_D / len(replies) + s["h"]

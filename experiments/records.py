@@ -57,14 +57,19 @@ def resolve(flags):
 
 def flags_of(settings):
     """The fewest flags of run.py that make the settings, in alphabetical order; raises ValueError. FedSSG is
-    its own form with changes, or `stable` with changes (with a kappa `scaled`) if those are no more."""
+    `stable`, or with a kappa `scaled`, with changes; another form if that has fewer: with a kappa one that is
+    met but for the kappa's value, else the run's own with changes."""
     import run
     dataset, algo, form = settings["dataset"], settings["algo"], settings.get("form")
     start = f"--dataset {shlex.quote(dataset)} --algo {algo}"
     start += f" --num-clients {settings['num_clients']}" * (settings["num_clients"] != 100)
     likes = [f" --like {x}" for x in run.PRESETS] if dataset.endswith(".npz") else []
-    usual = "scaled" if "kappa" in settings["hyper"] else "stable"
-    forms = [f" --form {x}" for x in dict.fromkeys((usual, form))] if form else [""]
+    hyper, forms = settings["hyper"], ["stable", form]
+    if "kappa" in hyper:
+        any_kappa = {"kappa": None}
+        forms = ["scaled", *(x for x, parts in run.FORMS.items()
+                             if hyper | parts | any_kappa == hyper | any_kappa)]
+    forms = [f" --form {x}" for x in dict.fromkeys(forms)] if form else [""]
     own, found = {x: y for x, y in settings.items() if x not in ("seed", "split", "contents", "form")}, []
     for flags in (start + like + name for like in ["", *likes] for name in forms):
         flags += differing(own, resolve(flags))
@@ -115,7 +120,7 @@ def paper_key(flags, dataset=None):
     options = [""]
     if its["algo"] == "fedssg":         # the clip of Section 2, and the alpha that is tuned for this split
         options += [CLIP, *[ALPHA_CLIP] * (key == "MNIST,100,15,DiD1,fedssg")]
-    same = left in options and its.get("form") != "scaled"
+    same = left in options and its.get("form") not in ("scaled", "light", "stateless")
     return key if same and key in paper("accuracy") else ""
 
 

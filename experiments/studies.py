@@ -10,6 +10,8 @@ ROWS = {
     "fedssg": "--algo fedssg --form stable",                # for rows in which the forms do not differ
     "fedssg stable": "--algo fedssg --form stable",         # the default
     "fedssg scaled": "--algo fedssg --form scaled",         # the same with kappa 0.25 in place of alpha
+    "fedssg light": "--algo fedssg --form light",           # scaled, phi = 2, no correction
+    "fedssg stateless": "--algo fedssg --form stateless",   # the same with the memory on the server
     "fedssg released": "--algo fedssg --form released",     # the authors' program
     "fedssg main": "--algo fedssg --form main",             # the paper's text
     "fedssg appendix": "--algo fedssg --form appendix",     # the paper's appendix
@@ -67,9 +69,12 @@ MANY_ALPHAS = [*strengths("fedssg stable", "alpha", (0.01, 0.2, 0.4, 0.7)),
                *strengths("feddc", "alpha", (0.02, 0.2, 0.7))]
 KAPPAS = strengths("fedssg scaled", "kappa", (0.1, 0.15, 0.25, 0.35), 0.25)
 # The memory on the clients, on the server, and without alignment: each gate, with and without correction.
-BARE_PHI = {name: BARE[name] for name in ("no correction", *(f"{phi}, no correction" for phi in PHI))}
-MEMORY = [label for row in ("fedssg scaled", "fedssg, memory on the server", "fedssg, no alignment")
-          for label in (row, *changed(row, PHI), *changed(row, BARE_PHI))]
+BARE_PHI = {name: BARE[name] for name in ("no correction", "phi = 1, no correction")}
+BARE_2 = {name: BARE[name] for name in ("phi = 2, no correction",)}
+MEMORY = [label for row, last in (("fedssg scaled", ["fedssg light"]),
+                                  ("fedssg, memory on the server", ["fedssg stateless"]),
+                                  ("fedssg, no alignment", changed("fedssg, no alignment", BARE_2)))
+          for label in (row, *changed(row, PHI), *changed(row, BARE_PHI), *last)]
 
 # Of each method the study `tuned` takes one of five strengths, which the tuning seeds choose.
 KAPPA, ALPHA = (0.05, 0.1, 0.18, 0.25, 0.35), (0.01, 0.03, 0.1, 0.3, 0.7)
@@ -82,8 +87,8 @@ CHOICES = {
     "fedvra": strengths("fedvra", "gamma", ALPHA, 0.1),
     "fedssg prox": strengths("fedssg prox", "alpha", ALPHA)}
 CHOICES |= {row: strengths(row, "kappa", KAPPA, 0.25) for row in (
-    "fedssg scaled", "fedssg scaled, phi = 2", "fedssg scaled, phi = 2, no correction",
-    "fedssg, memory on the server, phi = 2", "fedssg, memory on the server, phi = 2, no correction")}
+    "fedssg scaled", "fedssg scaled, phi = 2", "fedssg light", "fedssg, memory on the server, phi = 2",
+    "fedssg stateless")}
 # FashionMNIST: eight of the methods, three of the strengths
 FEWER = {x: CHOICES[x][1:4] for x in CHOICES if x not in ("fedavg", "fedprox", "feddyn", "fedssg prox")}
 
@@ -172,7 +177,7 @@ STUDIES["cifar10-500"] = study(
     f"{JPEG} --num-clients 500 --participation 0.02 --eval-every 5",
     ["fedavg", "scaffold", "feddyn", *changed("feddc", BF16), "fedvra", *changed("fedssg stable", BF16),
      "fedssg scaled", "fedssg scaled, phi = 2", "fedssg, memory on the server, phi = 2",
-     "fedssg, memory on the server, phi = 2, no correction"], 1, 50, 55, 60, 65, 70, 75,
+     "fedssg stateless"], 1, 50, 55, 60, 65, 70, 75,
     limit=900, paper="cifar10", traffic=True, last10=True,
     more={"feddc, bf16": 2})                    # and for the three that lead, once they are known
 

@@ -60,8 +60,8 @@ def vectors(flags):
     if its["algo"] == "fedssg":
         if its["form"] == "appendix" and "correction" not in its:
             return 3, 3, 2          # the last step of omega goes down with it
-        variates = its["form"] != "main" and its.get("correction") != "none"
-        memory = its.get("alignment") != "server"
+        variates = its["form"] not in ("main", "light", "stateless") and its.get("correction") != "none"
+        memory = its["form"] != "stateless" and its.get("alignment") not in ("server", "none")
     return 2 + 2 * variates, 2 + variates, memory + variates
 
 

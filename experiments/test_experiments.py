@@ -105,6 +105,10 @@ def test_every_row_has_its_curve():
 @pytest.mark.parametrize("flags, same", [
     ("--algo fedssg --form released --correction none", "--algo fedssg --form stable --correction none"),
     ("--algo fedssg --form stable --kappa 0.25", "--algo fedssg --form scaled"),
+    ("--algo fedssg --form stateless --alignment inner", "--algo fedssg --form light"),
+    ("--algo fedssg --form light --correction plain", "--algo fedssg --form scaled --gate-ratio off"),
+    ("--algo fedssg --form light --kappa 0.1 --gate-ratio horizon --alignment server",
+     "--algo fedssg --form scaled --kappa 0.1 --alignment server --correction none"),
     ("--algo feddc --alpha 0.1 --num-clients 100", "--algo feddc"),
     ("--algo feddc --lr-decay 1.0 --hidden 30 20", "--algo feddc --hidden 30 20 --lr-decay 1")])
 def test_two_spellings_of_a_run_are_one(flags, same):
@@ -118,7 +122,8 @@ def test_the_paper_s_row_is_of_its_own_setting_alone():
             "--algo feddc": f"{key},feddc", "--algo feddc --lr-decay 1": "", "--algo feddc --alpha 0.3": "",
             "--algo feddc --dir-alpha 1 --participation 0.1": "MNIST,100,10,IID,feddc",
             "--algo fedssg --form main --alpha 0.05 --gate-shape clip": f"{key},fedssg",
-            "--algo fedssg --form scaled": "", "--algo feddc --rounds 40": ""}.items():
+            "--algo fedssg --form scaled": "", "--algo fedssg --form light": "",
+            "--algo feddc --rounds 40": ""}.items():
         assert records.paper_key(f"--dataset mnist {flags}") == expected, flags
     jpeg = f"{studies.JPEG} --algo feddc --precision bf16"
     assert records.paper_key(jpeg) == ""
@@ -182,8 +187,8 @@ def test_what_is_sent_and_kept():
     for label, vectors in {
             "fedavg": (2, 2, 0), "scaffold": (4, 3, 1), "feddyn": (2, 2, 1), "feddc": (4, 3, 2),
             "fedssg scaled": (4, 3, 2), "fedssg, phi = 2, no correction": (2, 2, 1), "fedssg prox": (2, 2, 1),
-            "fedssg, memory on the server, phi = 2": (4, 3, 1),
-            "fedssg, memory on the server, phi = 2, no correction": (2, 2, 0)}.items():
+            "fedssg, memory on the server, phi = 2": (4, 3, 1), "fedssg, no alignment": (4, 3, 1),
+            "fedssg light": (2, 2, 1), "fedssg stateless": (2, 2, 0)}.items():
         assert tables.vectors(studies.ROWS[label]) == vectors, label
 
 

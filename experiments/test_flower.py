@@ -26,7 +26,7 @@ from fedssg import FORMS, Round, fedssg, flatten, local_sgd                 # no
 
 N, ROUNDS = 10, 10
 FLAGS = {"stable": [], "scaled": ["--form", "scaled"], "fedavg": ["--algo", "fedavg"],
-         "server": "--form scaled --alignment server --correction none --gate-ratio off".split()}
+         "stateless": ["--form", "stateless"]}
 
 
 class Wire:
@@ -133,7 +133,7 @@ def test_ten_rounds_give_the_weights_of_run_py(method, tmp_path):
 # ---- what is sent ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("method, down, up", [
-    ("stable", 2, 2), ("scaled", 2, 2), ("server", 1, 1), ("fedavg", 1, 1)])
+    ("stable", 2, 2), ("scaled", 2, 2), ("stateless", 1, 1), ("fedavg", 1, 1)])
 def test_a_message_has_the_vectors_that_the_table_names_and_little_else(method, down, up, tmp_path):
     wire = Wire(tmp_path, method=method, rounds=2)
     d = len(wire.play())
@@ -155,7 +155,7 @@ def test_the_memory_stays_with_the_client(tmp_path):
         assert wire.memory(i, 3).keys() == {"h_i", "c_i", "count_i"}
 
 
-@pytest.mark.parametrize("method", ["server", "fedavg"])
+@pytest.mark.parametrize("method", ["stateless", "fedavg"])
 def test_without_a_client_s_memory_nothing_is_kept(method, tmp_path):
     wire = Wire(tmp_path, method=method, rounds=3)
     wire.play()
@@ -209,7 +209,7 @@ def test_a_restarted_node_is_the_same_client_without_its_memory(tmp_path, capsys
 
 
 def test_an_unknown_method_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="stable, scaled, server, fedavg"):
+    with pytest.raises(ValueError, match="stable, scaled, stateless, fedavg"):
         Wire(tmp_path, method="feddc").play()
 
 
