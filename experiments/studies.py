@@ -181,25 +181,27 @@ STUDIES["cifar10-500"] = study(
     limit=900, paper="cifar10", traffic=True, last10=True,
     more={"feddc, bf16": 2})                    # and for the three that lead, once they are known
 
-# kappa: which one, by the tuning seeds; then the chosen one beside alpha, on the test seeds.
-KAPPA_SETTINGS = {                              # title, flags, to, tuning seeds, test seeds
-    "100": ("100 clients", "", 97, TUNING_SEEDS, 10),
-    "500": ("500 clients, 2 %, T 600", FEW_OF_MANY, None, (100,), 5),
-    "short": ("T 40, its last round", "--rounds 40", None, TUNING_SEEDS, 10),
-    "unequal": ("unequal clients, T 100", "--rounds 100 --partition dirichlet-class", None, TUNING_SEEDS, 10),
-    "E1": ("E 1", "--local-epochs 1", 97, TUNING_SEEDS, 10),
-    "E10": ("E 10", "--local-epochs 10", 97, TUNING_SEEDS, 10),
+# kappa: which one, by the tuning seeds; then it, and the 0.25 of first trials, beside alpha on the test seeds.
+KAPPA_SETTINGS = {          # title, flags, to, tuning seeds, test seeds, how many of these were in first trials
+    "100": ("100 clients", "", 97, TUNING_SEEDS, 10, 3),
+    "500": ("500 clients, 2 %, T 600", FEW_OF_MANY, None, (100,), 7, 3),
+    "short": ("T 40, its last round", "--rounds 40", None, TUNING_SEEDS, 10, 2),
+    "unequal": ("unequal clients, T 100", "--rounds 100 --partition dirichlet-class", None, TUNING_SEEDS,
+                10, 0),
+    "E1": ("E 1", "--local-epochs 1", 97, TUNING_SEEDS, 10, 3),
+    "E10": ("E 10", "--local-epochs 10", 97, TUNING_SEEDS, 10, 0),
     "rare": ("5 %, T 100: a client comes five times", "--participation 0.05 --rounds 100", None, TUNING_SEEDS,
-             10),
-    "end": ("100 clients, T 300", "", None, (), 5)}
-for name, (title, flags, to, tuning, tests) in KAPPA_SETTINGS.items():
+             10, 0),
+    "end": ("100 clients, T 300", "", None, (), 5, 0)}
+for name, (title, flags, to, tuning, tests, _) in KAPPA_SETTINGS.items():
     if tuning:
         STUDIES[f"kappa-{name}-tuning"] = study(
             f"Which kappa? MNIST, {title}, tuning seeds", f"{MNIST} {flags}", KAPPAS, tuning, 97, to=to,
             minus="fedssg scaled, kappa 0.25")
     STUDIES[f"kappa-{name}"] = study(
-        f"kappa or alpha? MNIST, {title}", f"{MNIST} {flags}", ["fedssg scaled", "fedssg stable"], tests, 97,
-        to=to, minus="fedssg stable")
+        f"kappa or alpha? MNIST, {title}", f"{MNIST} {flags}",
+        ["fedssg scaled", "fedssg scaled, kappa 0.15", "fedssg stable"], tests, 97, to=to,
+        minus="fedssg stable", more={"fedssg scaled, kappa 0.15": 10 if name == "100" else 5})
 
 # memory: what the clients' memory adds to control variates and to momentum on the server.
 for name, setting, title, seeds, to in (("100", MNIST, "100 clients", 10, 97),

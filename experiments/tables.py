@@ -182,7 +182,7 @@ def tuning_cell(seeds, its, to, goal):
 def kappa_tuning(rows):
     """Over settings, each kappa and what it falls short of the best of them, on the tuning seeds."""
     lines, worst = [], dict.fromkeys(KAPPAS, 0.0)
-    for name, (title, _, to, tuning, _) in KAPPA_SETTINGS.items():
+    for name, (title, _, to, tuning, _, _) in KAPPA_SETTINGS.items():
         if not tuning:
             continue
         found = {x: rows_for(f"kappa-{name}-tuning", x, ROWS[x], rows)[1] for x in KAPPAS}
@@ -209,13 +209,14 @@ def kappa_tuning(rows):
 UNIT = {97: ("rounds to 97 %", 1.5), None: ("accuracy at the end, %", 0.15)}    # and what counts as much
 
 
-def kappa_test(rows):
-    """The chosen kappa beside alpha, a line a setting, on the test seeds."""
+def kappa_test(heading, label, rows, fresh=False):
+    """A kappa beside alpha, a line a setting, on the test seeds; `fresh`: but those of first trials."""
     lines = []
-    for name, (title, _, to, _, _) in KAPPA_SETTINGS.items():
+    for name, (title, _, to, _, _, tried) in KAPPA_SETTINGS.items():
         (wanted, ours), (_, theirs) = (rows_for(f"kappa-{name}", x, ROWS[x], rows)
-                                       for x in ("fedssg scaled", "fedssg stable"))
-        both = ours.keys() & theirs.keys()
+                                       for x in (label, "fedssg stable"))
+        wanted = [seed for seed in wanted if seed >= tried * fresh]
+        both = ours.keys() & theirs.keys() & set(wanted)
         count = f"{len(both)}" + f" of {len(wanted)}" * (len(both) < len(wanted))
         if both:                    # means of different seeds would mislead
             ours, theirs = ({seed: its[seed] for seed in sorted(both)} for its in (ours, theirs))
@@ -223,8 +224,17 @@ def kappa_test(rows):
                               for its, base in ((ours, theirs), (theirs, {})))
         difference = cells[2:4] if to else cells[1:3]
         lines.append([title, UNIT[to][0], count, cells[0], alone, *difference])
-    return ["**kappa or alpha? MNIST, test seeds**", "", *markdown(
-        ["setting", "what", "seeds of both", "scaled", "stable", "scaled minus stable", "95 %"], lines)]
+    head = ["setting", "what", "seeds of both", "kappa", "alpha", "kappa minus alpha", "95 %"]
+    return [f"**{heading}**", "", *markdown(head, lines)]
+
+
+def kappa_tests(rows):
+    return (kappa_test("kappa 0.15, the tuning seeds' choice, or alpha (`stable`)? MNIST, test seeds",
+                       "fedssg scaled, kappa 0.15", rows)
+            + kappa_test("kappa 0.25 (`scaled`), of first trials, or alpha? MNIST, test seeds",
+                         "fedssg scaled", rows)
+            + kappa_test("The same on the seeds that had no part in the choice of 0.25",
+                         "fedssg scaled", rows, fresh=True))
 
 
 def sections(names, args):
@@ -234,7 +244,7 @@ def sections(names, args):
     together = set(kappa) <= set(names)
     for name in names:
         if together and name == kappa[0]:
-            lines += ["## kappa", "", *kappa_tuning(rows), *kappa_test(rows)]
+            lines += ["## kappa", "", *kappa_tuning(rows), *kappa_tests(rows)]
             lines += not_measured("kappa", kappa, rows, args.seeds)
         elif not together or name not in kappa:
             lines += [f"## {name}", ""]

@@ -238,13 +238,20 @@ def test_kappa_s_regrets_by_hand(tmp_path):
 
 
 def test_kappa_beside_alpha_by_hand(tmp_path):
-    """On the seeds that both have: 25 and 27 rounds against 24 and 30; the third seed has no partner."""
-    for label, met in ("fedssg scaled", (25, 27)), ("fedssg stable", (24, 30, 90)):
+    """On the seeds that both have: 25 and 27 rounds against 24 and 30; the third seed has no partner. The
+    seeds 0 to 2 were in first trials of this setting."""
+    for label, met in ("fedssg scaled", (25, 27)), ("fedssg stable", (24, 30, 90, 20, 20)):
         for seed, rounds in enumerate(met):
             result(tmp_path, "kappa-100", label, seed, rounds, "target", targets=f"97:{rounds}")
-    line = lines_of("\n".join(tables.kappa_test(records.measured(tmp_path))))[1]
+    line = lines_of("\n".join(tables.kappa_test("", "fedssg scaled", records.measured(tmp_path))))[1]
     # -1 on average, 12.706 * 2.828 / sqrt(2) = 25.4
     assert line[2:] == ["2 of 10", "26.0 ± 1.4", "27.0 ± 4.2", "-1.0", "-26.4 to +24.4"]
+    for seed, rounds in (3, 21), (4, 23):
+        result(tmp_path, "kappa-100", "fedssg scaled", seed, rounds, "target", targets=f"97:{rounds}")
+    fresh = tables.kappa_test("", "fedssg scaled", records.measured(tmp_path), fresh=True)
+    # 1 and 3: 2 on average, 12.706 * 1.414 / sqrt(2) = 12.7
+    assert lines_of("\n".join(fresh))[1][2:] == [
+        "2 of 7", "22.0 ± 1.4", "20.0 ± 0.0", "+2.0", "-10.7 to +14.7"]
 
 
 # ---- tables ----
