@@ -51,11 +51,12 @@ Train = Callable[[Tensor, Tensor], Tensor]      # (rho (m,), b (m, d)) -> theta_
 
 # Text, appendix and program of the paper are three algorithms: README, "Which form, which method?". `stable`
 # is `released`, the authors' program, with SCAFFOLD's correction: no gate, as in Eq. (23), and eta_t for
-# eta_0. `scaled` is `stable` with kappa in place of alpha. `light` sends no control variates, as FedAvg, and
-# its gate is a constant 2. With `stateless` a client keeps nothing, too: it is FedAvg with server momentum.
+# eta_0. `scaled` is `stable` with kappa in place of alpha, and run.py's default. `light` sends no control
+# variates, as FedAvg, and its gate is a constant 2. With `stateless` a client keeps nothing either: this is
+# FedAvg with server momentum.
 STABLE = dict(gate_ratio="horizon", gate_shape="identity", beta=1.0, alignment="inner", correction="plain")
 LIGHT = dict(STABLE, kappa=0.25, gate_ratio="off", correction="none")
-FORMS = {"stable": STABLE, "scaled": dict(STABLE, kappa=0.25), "light": LIGHT,
+FORMS = {"scaled": dict(STABLE, kappa=0.25), "stable": STABLE, "light": LIGHT,
          "stateless": dict(LIGHT, alignment="server"), "released": dict(STABLE, correction="state"),
          "appendix": dict(STABLE, beta=0.0, correction="last"),
          "main": dict(STABLE, gate_ratio="running", beta=0.0, alignment="prox", correction="none", alpha=1.0)}
@@ -131,11 +132,11 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     omega = s["omega"]
     h = s.setdefault("h", torch.zeros_like(omega))                          # (d,)  mean_N h_i
     if correction in ("state", "plain"):
-        c = s.setdefault("c", torch.zeros_like(omega))                      # (d,)  mean_N c_i, sent with omega
+        c = s.setdefault("c", torch.zeros_like(omega))                      # (d,)  mean_N c_i; is sent too
     elif correction == "last":
-        D_last = s.setdefault("D_last", torch.zeros_like(omega))            # (d,)  last step, sent with omega
+        D_last = s.setdefault("D_last", torch.zeros_like(omega))            # (d,)  last step; is sent too
 
-    # client: how often it took part, and its gate
+    # client: how often it took part, and its gate. A constant gate, ratio `off`, needs no count
     count_i = rows(s, "count_i", r, ())                                     # (rows,)
     count_i[r.i] += 1
     phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)      # (m,)
@@ -207,7 +208,8 @@ def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: st
     if correction not in ("plain", "state", "last", "none"):
         raise ValueError(f"correction {correction!r}: use plain, state, last or none")
     if kappa is not None and alpha is not None:
-        raise ValueError("alpha and kappa: two ways to set one strength; give one (form scaled has a kappa)")
+        raise ValueError("alpha and kappa: two ways to set one strength; give one (forms scaled, light and "
+                         "stateless have a kappa)")
     if kappa is not None and (alignment == "prox" or correction == "state"):
         raise ValueError("kappa: would be unstable with alignment prox and with correction state, which want "
                          "alpha; or use alignment inner and correction plain")

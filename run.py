@@ -15,7 +15,8 @@ Columns of log.csv, a row a round:
     round, seconds          counted from 1; what the round took, with its evaluation
     test_acc, test_loss     of omega on the test set: percent, mean loss; empty where it was not evaluated
     train_loss              mean loss of the cohort's mini-batches
-    gate, h_norm, gain      means over the cohort: phi_i; ||h_i||; phi_i eta_t K_i alpha_i
+    gate, h_norm, gain      means over the cohort: phi_i; ||h_i||; phi_i eta_t K_i alpha_i. With the memory on
+                            the server ||h||; p phi_i kappa
 
 Exit codes: 0 done; 1 a file or the network fails; 2 bad input; 3 a run diverged, and the others were played;
 129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM after a checkpoint; 141 nobody reads the output any more.
@@ -245,7 +246,8 @@ def summarise(log, target):
 def folder_of(settings, args):
     """The run's folder; its name ends in a hash of the settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    form = "" if settings.get("form", "stable") == "stable" else f"-{settings['form']}"
+    form = settings.get("form", "stable")
+    form = "" if form == "stable" else f"-{form}"       # its folders are older than the other forms'
     name = f"{Path(settings['dataset']).stem}-{settings['algo']}{form}-seed{settings['seed']}-{digest}"
     return Path(args.out) / name
 
@@ -462,7 +464,7 @@ def flag_parser():
     add, yes = parser.add_argument, dict(action="store_true", default=False)
     add("--algo", nargs="+", choices=[*ALGORITHMS, "all"], default=["fedssg"], metavar="METHOD",
         help=f"one or more of {', '.join(ALGORITHMS)}, all")
-    add("--form", choices=FORMS, help="which FedSSG, see the README (default: stable)")
+    add("--form", choices=FORMS, help="which FedSSG, see the README (default: scaled; with --alpha stable)")
     add("--dataset", default="mnist", help=f"{', '.join(data.DATASETS)}, or a file of your own (.npz)")
     add("--like", choices=PRESETS, help="take the settings of this data set (default: its own, or mnist's)")
     add("--letters", type=number(int, 1, 26), default=10, help="emnist: the first so many letters")
@@ -535,7 +537,7 @@ def parse(argv):
             stop(2, f"{flag(name)}: none of {algos} has it; it belongs to {', '.join(owners[name])}")
     if "form" in args and "fedssg" not in args.algo:
         stop(2, f"--form: belongs to fedssg, not to {algos}")
-    vars(args).setdefault("form", "stable")
+    vars(args).setdefault("form", "stable" if "alpha" in args.given else "scaled")
     asked = [x for x in NEEDS if x in args and vars(args)[x] != parser.get_default(x)]
     fill_in(args)
     for name in asked:

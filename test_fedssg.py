@@ -339,8 +339,8 @@ def test_method_fedssg_is_stable_by_default_and_refuses_unknown_parts():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_invariants_at_partial_participation(name):
-    """Server vectors are means over the clients' (of `stateless` h is the server's own); rows of who is not sampled stay; one sample, as client 0
-    has, is enough. A cohort that returns omega changes nothing."""
+    """Server vectors are means over the clients' (but the h of `stateless` is the server's own). Rows of
+    others than the cohort stay. One sample, as client 0 has, is enough. Who returns omega changes nothing."""
     before, problem, who = {}, classify(decay=0.9), [[0, 3], [1], [0, 2, 3], [2], [1, 0], [3, 2]]
     for i, state in zip(who, play(METHODS[name], problem, who), strict=True):
         assert all(x.isfinite().all() for x in state.values())
@@ -1102,8 +1102,9 @@ def start(dataset, out, flags="", algo="fedssg"):
 
 
 def folders(out):
-    """The runs' folders by method (and form)."""
-    return {folder.name.split("-seed")[0].split("-", 1)[1]: folder for folder in Path(out).iterdir()}
+    """The runs' folders by method; a form of FedSSG other than the default stands behind it."""
+    names = {folder: folder.name.split("-seed")[0].split("-", 1)[1] for folder in Path(out).iterdir()}
+    return {name.removesuffix("-scaled"): folder for folder, name in names.items()}
 
 
 def log_of(folder):
@@ -1218,15 +1219,15 @@ def settings(flags, algo="fedssg"):
 
 
 def test_cli_alpha_by_data_set_split_and_number_of_clients():
-    own, many = "--dataset own.npz --like", "--num-clients 450"
-    for algo, flags, alpha in [
-            ("fedssg", "", 0.05), ("fedssg", "--partition iid", 0.03), ("fedssg", "--dir-alpha 1", 0.03),
-            ("fedssg", "--dir-alpha .6", 0.04), ("fedssg", f"--dataset emnist {many} --partition iid", 0.7),
-            ("fedssg", "--dataset emnist", 0.06), ("fedssg", f"--dataset cifar10 {many}", 0.2),
-            ("fedssg", f"{own} cifar100", 0.02), ("fedssg", "--form main", 1), ("fedssg", "--alpha 0", 0),
+    own, many, stable = "--dataset own.npz --like", "--num-clients 450", ("fedssg", "--form stable")
+    for algo, *flags, alpha in [
+            (*stable, 0.05), (*stable, "--partition iid", 0.03), (*stable, "--dir-alpha 1", 0.03),
+            (*stable, "--dir-alpha .6", 0.04), (*stable, f"--dataset emnist {many} --partition iid", 0.7),
+            (*stable, "--dataset emnist", 0.06), (*stable, f"--dataset cifar10 {many}", 0.2),
+            (*stable, f"{own} cifar100", 0.02), ("fedssg", "--form main", 1), ("fedssg", "--alpha 0", 0),
             ("fedssg", "--form main --alpha .5", 0.5), ("feddc", "", 0.1), ("feddc", f"{own} cifar10", 0.01),
             ("feddc", f"--dataset emnist {many}", 0.2), ("feddyn", "", 0.01), ("feddisco", "", 0.01)]:
-        assert settings(flags, algo)["hyper"]["alpha"] == alpha, (algo, flags)
+        assert settings(" ".join(flags), algo)["hyper"]["alpha"] == alpha, (algo, flags)
 
 
 def test_cli_what_else_a_data_set_presets():
@@ -1250,8 +1251,8 @@ def test_cli_hyper_parameters_by_form_and_flag():
         plain = settings(form, algo)        # a default spelled out is the same run: 1 and 1.0 hash apart
         spelled = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in plain["hyper"].items())
         assert json.dumps(settings(f"{form} {spelled}", algo)) == json.dumps(plain)
-    assert settings("--kappa .2")["hyper"] == {**FORMS["stable"], "gate_scale": 1.0, "kappa": 0.2}
-    assert settings("--form scaled")["hyper"] == {**FORMS["scaled"], "gate_scale": 1.0}
+    hyper = settings("--form stable --kappa .2")["hyper"]
+    assert hyper == dict(FORMS["stable"], gate_scale=1.0, kappa=0.2)
     hyper = settings("--form main --gate-shape clip --beta .5")["hyper"]
     assert hyper == dict(FORMS["main"], gate_shape="clip", beta=0.5, gate_scale=1.0)
     args = run.parse("--algo fedavg fedprox feddyn fedavg --mu .5 --alpha .2".split())
@@ -1261,9 +1262,17 @@ def test_cli_hyper_parameters_by_form_and_flag():
     assert run.parse(["--algo", "all"]).algo == [*ALGORITHMS]
 
 
+def test_cli_form_is_scaled_but_stable_for_who_gives_an_alpha():
+    assert settings("") == settings("--form scaled")
+    assert settings("")["hyper"] == {**FORMS["scaled"], "gate_scale": 1.0}
+    assert settings("--kappa .2")["hyper"]["kappa"] == 0.2
+    assert settings("--alpha .2") == settings("--form stable --alpha .2")
+    assert "kappa" not in settings("--alpha .2")["hyper"]
+
+
 def test_cli_folders_of_old_runs_stay():
     """A new flag or another default would give the same runs another folder, and play them again."""
-    digest = hashlib.sha256(json.dumps(settings(""), sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(settings("--form stable"), sort_keys=True).encode()).hexdigest()[:8]
     assert digest == "fbb67e41"         # as a01a72f made it
 
 

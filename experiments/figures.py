@@ -97,7 +97,7 @@ def labels_of(keys):
     apart = [name for name in names if len({its.get(name) for its in parts}) > 1]
     found = {}
     for its in parts:
-        method = its["algo"] + (f" {its.get('form', 'stable')}" if its["algo"] == "fedssg" else "")
+        method = its["algo"] + (f" {its.get('form', 'scaled')}" if its["algo"] == "fedssg" else "")
         label = ", ".join([method, *(f"{name} {its[name]}" for name in apart if its.get(name))])
         if label in found:
             stop(f"two rows have the label {label!r}")

@@ -3,7 +3,7 @@
 A client calls `fedssg` with its own row of the memory. The server adds up what the clients return.
 
     method            server sends   client returns     stays with the client
-    stable, scaled    omega, c       D_i, c_i' - c_i    h_i, c_i, count_i
+    scaled, stable    omega, c       D_i, c_i' - c_i    h_i, c_i, count_i
     stateless         omega          D_i                nothing: the server has the memory h
     fedavg            omega          D_i                nothing
 
@@ -25,7 +25,7 @@ import data
 import models
 from fedssg import FORMS, Round, fedssg, flatten, local_sgd, total
 
-WITH_MEMORY = {name: FORMS[name] for name in ("stable", "scaled")}      # on the client
+WITH_MEMORY = {name: FORMS[name] for name in ("scaled", "stable")}      # on the client
 # what `fedssg` is called with
 METHODS = WITH_MEMORY | {"stateless": FORMS["stateless"], "fedavg": None}
 # As run.py has them for MNIST.

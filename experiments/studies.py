@@ -8,8 +8,8 @@ row is played under each seed. Flags that are run.py's defaults are left out: a 
 
 ROWS = {
     "fedssg": "--algo fedssg --form stable",                # for rows in which the forms do not differ
-    "fedssg stable": "--algo fedssg --form stable",         # the default
-    "fedssg scaled": "--algo fedssg --form scaled",         # the same with kappa 0.25 in place of alpha
+    "fedssg stable": "--algo fedssg --form stable",         # with the paper's alpha
+    "fedssg scaled": "--algo fedssg --form scaled",         # the same with kappa 0.25, the default
     "fedssg light": "--algo fedssg --form light",           # scaled, phi = 2, no correction
     "fedssg stateless": "--algo fedssg --form stateless",   # the same with the memory on the server
     "fedssg released": "--algo fedssg --form released",     # the authors' program
@@ -170,19 +170,20 @@ for name, kind, flags, limit, more in (
         f"CIFAR-10 10 %, Dir 0.3{kind}, on images that went through JPEG once", f"{JPEG} {flags}",
         ["fedssg stable", "feddc", "scaffold", "feddyn", "fedavg", "fedssg released", *more], 1,
         60, 70, 75, 80, to=80, limit=limit, paper="cifar10")
-# In bf16 on a processor that has it, which the label says, and else in float32.
-BF16 = {"bf16": "--precision bf16"}
+# In bf16, which the label says, but for one row that was played on a processor without it.
+IN_BF16 = [label for row in (
+    "fedavg", "scaffold", "feddyn", "feddc", "fedvra", "fedssg stable", "fedssg scaled, phi = 2",
+    "fedssg, memory on the server, phi = 2", "fedssg stateless")
+    for label in changed(row, {"bf16": "--precision bf16"})]
 STUDIES["cifar10-500"] = study(
     "CIFAR-10, 500 clients, 2 %, Dir 0.3, T 1500, 900 rounds, on images that went through JPEG once",
     f"{JPEG} --num-clients 500 --participation 0.02 --eval-every 5",
-    ["fedavg", "scaffold", "feddyn", *changed("feddc", BF16), "fedvra", *changed("fedssg stable", BF16),
-     "fedssg scaled", "fedssg scaled, phi = 2", "fedssg, memory on the server, phi = 2",
-     "fedssg stateless"], 1, 50, 55, 60, 65, 70, 75,
+    [*IN_BF16, "fedssg scaled"], 1, 50, 55, 60, 65, 70, 75,
     limit=900, paper="cifar10", traffic=True, last10=True,
     more={"feddc, bf16": 2})                    # and for the three that lead, once they are known
 
-# kappa: which one, by the tuning seeds; then it, and the 0.25 of first trials, beside alpha on the test seeds.
-KAPPA_SETTINGS = {          # title, flags, to, tuning seeds, test seeds, how many of these were in first trials
+# kappa: which one, by the tuning seeds; then it and the 0.25 of first trials, beside alpha on the test seeds.
+KAPPA_SETTINGS = {          # title, flags, to, tuning seeds, test seeds, how many of these in first trials
     "100": ("100 clients", "", 97, TUNING_SEEDS, 10, 3),
     "500": ("500 clients, 2 %, T 600", FEW_OF_MANY, None, (100,), 7, 3),
     "short": ("T 40, its last round", "--rounds 40", None, TUNING_SEEDS, 10, 2),

@@ -26,7 +26,7 @@ def close_figures():
 
 
 FEDAVG, FEDDC = "--dataset mnist --algo fedavg", "--dataset mnist --algo feddc"
-FEDSSG = "--dataset mnist --algo fedssg"
+FEDSSG = "--dataset mnist --algo fedssg --form stable"
 
 
 def run_folder(root, flags=FEDAVG, accs=(50, 60, 70), seed=0, **more):
@@ -89,7 +89,8 @@ def test_label_leaves_out_what_all_runs_share(tmp_path):
 
 
 def test_label_names_a_form(tmp_path):
-    runs = [run_folder(tmp_path, f"{FEDSSG} --form {form}") for form in ("stable", "scaled", "released")]
+    runs = [run_folder(tmp_path, f"--dataset mnist --algo fedssg --form {form}")
+            for form in ("stable", "scaled", "released")]
     assert labels_of(*runs) == ["fedssg stable", "fedssg scaled", "fedssg released"]
 
 
@@ -116,9 +117,10 @@ def test_label_tells_data_files_of_one_name_apart_by_their_contents(tmp_path):
 
 
 def test_label_of_two_rows_is_an_error(capsys):
+    default = "--dataset mnist --algo fedssg"
     with pytest.raises(SystemExit):         # a form that is given, and the same by default
-        figures.labels_of([(FEDSSG, ""), (f"{FEDSSG} --form stable", "")])
-    assert "two rows have the label 'fedssg stable'" in capsys.readouterr().err
+        figures.labels_of([(default, ""), (f"{default} --form scaled", "")])
+    assert "two rows have the label 'fedssg scaled'" in capsys.readouterr().err
 
 
 def test_lines_of_one_method_look_different():

@@ -25,7 +25,7 @@ import flower_app                                                           # no
 from fedssg import FORMS, Round, fedssg, flatten, local_sgd                 # noqa: E402
 
 N, ROUNDS = 10, 10
-FLAGS = {"stable": [], "scaled": ["--form", "scaled"], "fedavg": ["--algo", "fedavg"],
+FLAGS = {"stable": ["--form", "stable"], "scaled": [], "fedavg": ["--algo", "fedavg"],
          "stateless": ["--form", "stateless"]}
 
 
@@ -209,7 +209,7 @@ def test_a_restarted_node_is_the_same_client_without_its_memory(tmp_path, capsys
 
 
 def test_an_unknown_method_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="stable, scaled, stateless, fedavg"):
+    with pytest.raises(ValueError, match="scaled, stable, stateless, fedavg"):
         Wire(tmp_path, method="feddc").play()
 
 
