@@ -73,7 +73,7 @@ class Round:
     lr0: float
     K_i: Tensor                         # (m,) 1 or more, of omega's dtype, as are the next three
     n_i: Tensor                         # (m,)
-    size_i: Optional[Tensor] = None     # (m,) needed by what has an alpha: `by_size`
+    size_i: Optional[Tensor] = None     # (m,) needed by what has an alpha; a server tells the mean n once
     labels_i: Optional[Tensor] = None   # (m, classes) label counts, needed by FedDisco
     m: Optional[int] = None             # over all processes; default: len(i), right in one process
     p: Optional[float] = None           # default: m / N, right for cohorts of a fixed size
@@ -177,7 +177,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     elif correction == "last":
         D_last_i[r.i] = D_i
 
-    # server: it has D_i, phi_i and dc_i of the cohort
+    # server: it has the cohort's D_i; phi_i too, but for a constant gate; dc_i too, if there is one
     # with `server` it takes the pull off here, which `inner` takes in the client's steps
     pulled_i = D_i - kappa * h if alignment == "server" else D_i            # (m, d)
     sum_D, sum_gated = total(pulled_i, phi_i[:, None] * pulled_i)

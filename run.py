@@ -378,8 +378,9 @@ def warn(settings, log, largest, fed, warned):
     gain = largest.get("gain", 0)
     limit = 1 if (hyper.get("alignment"), hyper.get("correction")) == ("inner", "plain") else 2
     if gain > limit:
+        advice = "--kappa" if "kappa" in hyper else "--alpha or --lr"
         warn_once(warned, "gain", f"{where}: the gain phi eta K alpha is {gain:.3g}, above {limit}; "
-                  "lower --alpha (or --kappa) or --lr")
+                  f"lower {advice}")
     growth = largest.get("gate", 0) * settings["lr_decay"] ** (len(log) - 1)
     if hyper.get("correction") == "state" and growth > 2:
         warn_once(warned, "growth", f"{where}: phi eta_t / eta_0 is {growth:.3g}, above 2; "

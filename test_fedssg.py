@@ -1828,7 +1828,8 @@ def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("algo, flags, says", [
     ("fedssg", "", None), ("fedavg", "--rounds 12", None), ("feddyn", "--rounds 12", None),
-    ("fedssg", "--kappa 0.9", "phi eta K alpha is 1.08, above 1"),
+    ("fedssg", "--kappa 0.9", "phi eta K alpha is 1.08, above 1; lower --kappa\n"),
+    ("fedssg", "--alpha 9", "phi eta K alpha is 1.08, above 1; lower --alpha or --lr\n"),
     ("fedssg", "--kappa 0.9 --correction none", None),
     ("fedssg", "--kappa 1.1 --correction none", "phi eta K alpha is 2.2, above 2"),
     ("fedssg", "--lr-decay 1 --participation .4 --form released", "--form stable"),
