@@ -211,10 +211,10 @@ def check_strength(alpha: Optional[float], kappa: Optional[float], alignment: st
         raise ValueError("alpha and kappa: two ways to set one strength; give one (forms scaled, light and "
                          "stateless have a kappa)")
     if kappa is not None and (alignment == "prox" or correction == "state"):
-        raise ValueError("kappa: would be unstable with alignment prox and with correction state, which want "
-                         "alpha; or use alignment inner and correction plain")
+        raise ValueError("kappa: would be unstable with alignment prox and with correction state; give alpha "
+                         "in its place, or use alignment inner and correction plain")
     if kappa is None and alignment == "server":
-        raise ValueError("alignment server: has no alpha; give kappa")
+        raise ValueError("alignment server: has no alpha; give kappa, and a correction other than state")
 
 
 def by_size(alpha: float, r: Round) -> Tensor:
