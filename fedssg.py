@@ -123,7 +123,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     Returns what is worth logging, (m,) each: `gate` phi_i; `h_norm` ||h_i||, or ||h||; and `gain`: phi_i
     eta_t K_i alpha_i for `inner`, which is phi_i kappa, and p phi_i kappa for `server`. On constant gradients
     the memory grows without bound if gain is above 2; above 1 for `inner` with `plain`, where c_i takes the
-    pull back the next time.
+    pull back the next time; with `state`, if gain + phi_i eta_t / eta_0 is above 2. With `last` it also grows
+    where kappa is small, as 0.3.
     Raises ValueError for an unknown part, and as `check_strength` and `by_size` do.
     """
     check_strength(alpha, kappa, alignment, correction)

@@ -352,8 +352,9 @@ def announce(folder, run, fed, args, warned):
         if log:
             print(f"{folder}: goes on at round {len(log) + 1}")
     hyper = ", ".join(f"{name} {value}" for name, value in settings["hyper"].items()) or "no hyper-parameters"
-    print(f"{settings['algo']} seed {settings['seed']}: {hyper}; {len(n)} clients of {n.min()} to {n.max()} "
-          f"samples; {len(fed.omega)} parameters on {fed.device}; results in {folder}", flush=True)
+    form = f" {settings['form']}" if "form" in settings else ""
+    print(f"{settings['algo']}{form} seed {settings['seed']}: {hyper}; {len(n)} clients of {n.min()} to "
+          f"{n.max()} samples; {len(fed.omega)} parameters on {fed.device}; results in {folder}", flush=True)
     print_out(folder, run, fed, args, warned)
 
 
@@ -378,12 +379,12 @@ def warn(settings, log, largest, fed, warned):
     gain = largest.get("gain", 0)
     limit = 1 if (hyper.get("alignment"), hyper.get("correction")) == ("inner", "plain") else 2
     if gain > limit:
-        advice = "--kappa" if "kappa" in hyper else "--alpha or --lr"
-        warn_once(warned, "gain", f"{where}: the gain phi eta K alpha is {gain:.3g}, above {limit}; "
-                  f"lower {advice}")
-    growth = largest.get("gate", 0) * settings["lr_decay"] ** (len(log) - 1)
+        what, cure = ("phi kappa", "--kappa") if "kappa" in hyper else ("phi eta K alpha", "--alpha or --lr")
+        what = f"p {what}" if hyper["alignment"] == "server" else what
+        warn_once(warned, "gain", f"{where}: the gain {what} is {gain:.3g}, above {limit}; lower {cure}")
+    growth = gain + largest.get("gate", 0) * settings["lr_decay"] ** (len(log) - 1)
     if hyper.get("correction") == "state" and growth > 2:
-        warn_once(warned, "growth", f"{where}: phi eta_t / eta_0 is {growth:.3g}, above 2; "
+        warn_once(warned, "growth", f"{where}: phi (eta_t K alpha + eta_t / eta_0) is {growth:.3g}, above 2; "
                   "use --correction plain, as --form stable does")
     guess = math.log(max(fed.counts.shape[1], 2))
     if len(log) >= 10 and min(row["train_loss"] for row in log[-10:]) > 2 * guess:
@@ -551,9 +552,9 @@ def parse(argv):
             check_strength(*(hyper.get(name) for name in ("alpha", "kappa", "alignment", "correction")))
         except ValueError as error:
             stop(2, f"--alpha, --kappa, --alignment, --form: {error}")
-        if hyper["alignment"] == "none" and args.algo == ["fedssg"]:
+        if hyper["alignment"] == "none":
             for name in args.given.keys() & {"alpha", "kappa"}:
-                stop(2, f"{flag(name)}: without alignment it has nothing to set")
+                stop(2, f"{flag(name)}: without alignment fedssg has no use for it; run fedssg without it")
     if args.sampling == "bernoulli" and args.participation * args.num_clients < 1e-3:
         stop(2, "--participation: too few for --sampling bernoulli; use 1e-3 / N or more")
     if args.lr * args.lr_decay ** (args.rounds - 1) < 1e-30:

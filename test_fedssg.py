@@ -392,13 +392,17 @@ def drift(alignment, correction, phi, kappa, rounds=40, N=4, K=3, rate=0.1, **mo
 
 
 @pytest.mark.parametrize("alignment, correction, limit", [
-    ("inner", "plain", 1), ("inner", "none", 2), ("server", "plain", 2), ("server", "none", 2)])
+    ("inner", "plain", 1), ("inner", "none", 2), ("server", "plain", 2), ("server", "none", 2),
+    ("inner", "state", 2 - 1.5)])
 def test_method_fedssg_is_stable_up_to_the_stated_gain(alignment, correction, limit):
     """The memory, or what sets the clients' memories apart, moves as far each round as a geometric sequence:
-    of the gain's limit times 0.95 it dies out, of 1.05 it grows."""
+    of the gain's limit times 0.95 it dies out, of 1.05 it grows. With `state` the limit is 2 less phi."""
     for gain, grows in [(0.95 * limit, False), (1.05 * limit, True)]:
+        strength = dict(kappa=gain / 1.5)
+        if correction == "state":           # which refuses a kappa; eta_t K is 0.1 * 3
+            strength = dict(kappa=None, alpha=gain / 1.5 / 0.3)
         h = [s["h"] if alignment == "server" else s["h_i"] - s["h"]
-             for s in drift(alignment, correction, phi=1.5, kappa=gain / 1.5)]
+             for s in drift(alignment, correction, phi=1.5, **strength)]
         first, last = (h[1] - h[0]).norm(), (h[-1] - h[-2]).norm()
         assert last > 2 * first if grows else last < first / 2
 
@@ -1304,6 +1308,7 @@ def test_cli_every_method_leaves_whole_results(tiny, tmp_path, capsys):
     assert out.count(" s/round  ") == 2 * 5 * 8
     assert "nan" not in out
     assert "fedprox seed 1: mu 0.0001" in out
+    assert "fedssg scaled seed 1: kappa 0.25" in out
     assert [line.split()[0] for line in out.splitlines()[-9:]] == ["method", *ALGORITHMS]
     assert len(list(tmp_path.iterdir())) == 16
     for algo, folder in folders(tmp_path).items():
@@ -1806,7 +1811,7 @@ def test_cli_a_sweep_looks_at_all_folders_first(tiny, tmp_path):
     assert [len(log_of(folder)) for folder in tmp_path.iterdir()] == [6] * 8
 
 
-@pytest.mark.parametrize("flags, says", [("--lr=1e9", "lower --lr"), ("--gate-scale=1e9", "phi eta")],
+@pytest.mark.parametrize("flags, says", [("--lr=1e9", "lower --lr"), ("--gate-scale=1e9", "phi kappa")],
                          ids=lambda _: "")
 def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
     """Exit code 3, a whole log, what overshoots is named; the sweep goes on; again the same."""
@@ -1828,11 +1833,13 @@ def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
 
 @pytest.mark.parametrize("algo, flags, says", [
     ("fedssg", "", None), ("fedavg", "--rounds 12", None), ("feddyn", "--rounds 12", None),
-    ("fedssg", "--kappa 0.9", "phi eta K alpha is 1.08, above 1; lower --kappa\n"),
+    ("fedssg", "--kappa 0.9", "the gain phi kappa is 1.08, above 1; lower --kappa\n"),
+    ("fedssg", "--kappa 1.8 --alignment server", "the gain p phi kappa is 2.16, above 2; lower --kappa\n"),
     ("fedssg", "--alpha 9", "phi eta K alpha is 1.08, above 1; lower --alpha or --lr\n"),
     ("fedssg", "--kappa 0.9 --correction none", None),
-    ("fedssg", "--kappa 1.1 --correction none", "phi eta K alpha is 2.2, above 2"),
-    ("fedssg", "--lr-decay 1 --participation .4 --form released", "--form stable"),
+    ("fedssg", "--kappa 1.1 --correction none", "phi kappa is 2.2, above 2"),
+    ("fedssg", "--lr-decay 1 --participation .4 --form released --alpha 0", "as --form stable does"),
+    ("fedssg", "--lr-decay 1 --form released --alpha 9", "(eta_t K alpha + eta_t / eta_0) is 2.28, above"),
     ("fedssg", "--lr-decay 1 --participation .4", None),
     ("scaffold", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1", "ln(classes), 2.2;")], ids=lambda _: "")
 def test_cli_warnings_come_once(algo, flags, says, tiny, tmp_path, capsys):
@@ -1958,7 +1965,7 @@ def test_cli_processes_equal_one(tiny, tmp_path, capsys):
     assert [worker.exitcode for worker in workers] == [0] * W, err
     assert err.count("run.py: --precision tf32") == 1 == err.count("run.py: interrupted"), err
     warnings = capsys.readouterr().err.splitlines()
-    assert sum("phi eta K alpha" in warning for warning in warnings) == 1
+    assert sum("phi kappa" in warning for warning in warnings) == 1
     assert all(err.count(warning) == 1 for warning in warnings), err
     for place in ("stopped", "signalled"):
         folder = folders(tmp_path / place)["fedssg"]

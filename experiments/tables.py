@@ -57,12 +57,14 @@ def vectors(flags):
     its = pairs(flags)
     variates = its["algo"] in ("scaffold", "feddc")
     memory = its["algo"] in ("feddyn", "feddc", "fedvra", "feddisco")
+    last = False                    # whether the last step of omega goes down with it
     if its["algo"] == "fedssg":
-        if its["form"] == "appendix" and "correction" not in its:
-            return 3, 3, 2          # the last step of omega goes down with it
-        variates = its["form"] not in ("main", "light", "stateless") and its.get("correction") != "none"
-        memory = its["form"] != "stateless" and its.get("alignment") not in ("server", "none")
-    return 2 + 2 * variates, 2 + variates, memory + variates
+        forms = dict(main="none", light="none", stateless="none", appendix="last")
+        correction = its.get("correction", forms.get(its["form"], "plain"))
+        alignment = its.get("alignment", "server" if its["form"] == "stateless" else "on the client")
+        variates, last = correction in ("plain", "state"), correction == "last"
+        memory = alignment not in ("server", "none")
+    return 2 + 2 * variates + last, 2 + variates + last, memory + variates + last
 
 
 def traffic_cells(flags, rows, target):

@@ -190,6 +190,11 @@ def test_what_is_sent_and_kept():
             "fedssg, memory on the server, phi = 2": (4, 3, 1), "fedssg, no alignment": (4, 3, 1),
             "fedssg light": (2, 2, 1), "fedssg stateless": (2, 2, 0)}.items():
         assert tables.vectors(studies.ROWS[label]) == vectors, label
+    for flags, vectors in {
+            "main": (2, 2, 1), "main --correction plain": (4, 3, 2), "appendix": (3, 3, 2),
+            "appendix --kappa 0.1 --alignment server": (3, 3, 1), "scaled --correction last": (3, 3, 2),
+            "stateless --correction plain": (4, 3, 1), "stateless --alignment inner": (2, 2, 1)}.items():
+        assert tables.vectors(f"--algo fedssg --form {flags}") == vectors, flags
 
 
 def result(results, name, label, seed, played=40, end="T", last50="", targets="95:20 97:30 98:>40"):
