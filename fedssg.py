@@ -139,8 +139,7 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
 
     # client: how often it took part, and its gate. A constant gate, ratio `off`, needs no count
     count_i = rows(s, "count_i", r, ())                                     # (rows,)
-    count_i[r.i] += 1
-    phi_i = gate(count_i[r.i], r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)      # (m,)
+    phi_i = gate(count_i[r.i] + 1, r, ratio=gate_ratio, shape=gate_shape, scale=gate_scale, beta=beta)  # (m,)
 
     # client: alignment. Eqs. (8) and (9) are gated; P_i, Eq. (19), is not. Eq. (8) with (10) is not offered
     rho_i, b_i = torch.zeros_like(phi_i), omega.new_zeros(len(r.i), len(omega))     # (m,), (m, d)
@@ -166,7 +165,8 @@ def fedssg(s: State, r: Round, train: Train, *, alpha: Optional[float] = None, k
     theta_i = train(rho_i, b_i)                                             # (m, d)
     D_i = theta_i - omega                                                   # (m, d)
 
-    # client: memory and control variate
+    # client: count, memory and control variate. All stays as it was if the training fails
+    count_i[r.i] += 1
     if alignment in ("inner", "prox"):
         h_i[r.i] += phi_i[:, None] * D_i                                    # Eq. (7)
     if correction in ("state", "plain"):

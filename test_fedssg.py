@@ -340,7 +340,8 @@ def test_method_fedssg_is_stable_by_default_and_refuses_unknown_parts():
 @pytest.mark.parametrize("name", METHODS)
 def test_method_invariants_at_partial_participation(name):
     """Server vectors are means over the clients' (but the h of `stateless` is the server's own). Rows of
-    others than the cohort stay. One sample, as client 0 has, is enough. Who returns omega changes nothing."""
+    others than the cohort stay. One sample, as client 0 has, is enough. Who returns omega changes nothing,
+    nor does a training that fails, so a caller can try the round again."""
     before, problem, who = {}, classify(decay=0.9), [[0, 3], [1], [0, 2, 3], [2], [1, 0], [3, 2]]
     for i, state in zip(who, play(METHODS[name], problem, who), strict=True):
         assert all(x.isfinite().all() for x in state.values())
@@ -356,6 +357,10 @@ def test_method_invariants_at_partial_participation(name):
     s = {"omega": omega.clone(), "h_i": h_i.clone()}
     METHODS[name](s, make_round([1, 2], [1, 2, 3, 4], dtype=F32), lambda rho, b: omega.expand(2, 3))
     assert torch.equal(s["omega"], omega) and torch.equal(s["h_i"], h_i)        # h, made now, is zero
+    s = {name: x.clone() for name, x in before.items()}
+    with pytest.raises(ZeroDivisionError):
+        METHODS[name](s, make_round([1, 2]), lambda rho, b: 1 / 0)
+    assert s.keys() == before.keys() and all(torch.equal(s[x], before[x]) for x in s)
 
 
 @pytest.mark.parametrize("method", [scaffold, partial(feddc, alpha=0.0),
