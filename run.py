@@ -388,8 +388,9 @@ def warn(settings, log, largest, fed, warned):
                   "use --correction plain, as --form stable does")
     guess = math.log(max(fed.counts.shape[1], 2))
     if len(log) >= 10 and min(row["train_loss"] for row in log[-10:]) > 2 * guess:
+        cure = "use --correction plain" if hyper.get("correction") == "last" else "lower --lr"
         warn_once(warned, "loss", f"{where}: nothing is learnt: the train loss of ten rounds is above twice "
-                  f"ln(classes), {2 * guess:.3g}; lower --lr")
+                  f"ln(classes), {2 * guess:.3g}; {cure}")
     if diverged(log):
         warn_once(warned, "end", f"{where}: diverged; lower --lr, or what a warning above names")
 

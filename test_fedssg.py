@@ -1849,7 +1849,9 @@ def test_cli_divergence(flags, says, tiny, tmp_path, capsys):
     ("fedssg", "--lr-decay 1 --participation .4 --form released --alpha 0", "as --form stable does"),
     ("fedssg", "--lr-decay 1 --form released --alpha 9", "(eta_t K alpha + eta_t / eta_0) is 2.28, above"),
     ("fedssg", "--lr-decay 1 --participation .4", None),
-    ("scaffold", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1", "ln(classes), 2.2;")], ids=lambda _: "")
+    ("fedssg", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1 --form appendix --alpha .01", "on plain\n"),
+    ("scaffold", "--lr 50 --batch-size 5 --rounds 14 --lr-decay 1", "ln(classes), 2.2; lower --lr\n")],
+                         ids=lambda _: "")
 def test_cli_warnings_come_once(algo, flags, says, tiny, tmp_path, capsys):
     """Of memories and of control variates that grow without bound; of a run that learns nothing."""
     assert start(tiny, tmp_path, f"--participation 1 {flags}", algo) == 0
